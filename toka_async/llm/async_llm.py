@@ -34,7 +34,7 @@ class AsyncLLM:
         *,
         config: Path | str | None = None,
         seed: int | None = 0,
-        chat_template: str | None = None,
+        chat_template: Path | str | None = None,
         **options: Any,
     ) -> None:
         self._engine = LocalEngine(model, config, seed, chat_template, options)

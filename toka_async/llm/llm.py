@@ -66,7 +66,7 @@ class LLM:
         *,
         config: Path | str | None = None,
         seed: int | None = 0,
-        chat_template: str | None = None,
+        chat_template: Path | str | None = None,
         **options: Any,
     ) -> None:
         self.llm_engine = LocalEngine(model, config, seed, chat_template, options)
@@ -129,7 +129,7 @@ class LLM:
         sampling_params: OneOrEach = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
-        chat_template: str | None = None,
+        chat_template: Path | str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,

@@ -61,7 +61,7 @@ class LocalEngine:
         model: str,
         config: Path | str | None,
         seed: int | None,
-        chat_template: str | None,
+        chat_template: Path | str | None,
         options: Mapping[str, Any],
     ) -> None:
         made = make_config(model, config, options)

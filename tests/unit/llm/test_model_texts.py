@@ -90,3 +90,12 @@ def test_conversations_are_one_or_many(given: Any) -> None:
 def test_what_is_no_conversation_is_refused(given: Any) -> None:
     with pytest.raises(ValueError, match="messages: expected"):
         list_chats(given)
+
+
+def test_a_template_that_is_given_is_checked_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_text(SOURCE)
+    assert render(ModelTexts(DEMO, ModelConfig(), file)).text == "<hi>"
+    for wrong in (tmp_path / "none.jinja", "{% if"):
+        with pytest.raises(ValueError, match="template"):
+            ModelTexts(DEMO, ModelConfig(), wrong)
