@@ -15,6 +15,7 @@ from enum import IntEnum
 import msgspec
 
 from toka_async.arrays import EMPTY
+from toka_async.control import Control, ControlDone
 
 
 class Reason(IntEnum):
@@ -24,6 +25,7 @@ class Reason(IntEnum):
     STOP = 1  # it sampled one of its end tokens, which is its last token id
     LENGTH = 2  # it reached max_tokens
     STOP_STRING = 3  # the server found a stop string in its text
+    ABORT = 4  # it was aborted; what it has of tokens is valid
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -132,7 +134,7 @@ class AskStats(Tagged, frozen=True, kw_only=True):
     forecast: bool = False  # include a forecast
 
 
-ToScheduler = Submits | Cancels | StopMask | DropStop | EndSample | AskStats
+ToScheduler = Submits | Cancels | StopMask | DropStop | EndSample | AskStats | Control
 
 
 # ---- scheduler -> server ---------------------------------------------------------------------------------------------
@@ -318,7 +320,7 @@ class Stats(Tagged, frozen=True, kw_only=True):
     forecast: Forecast | None = None  # only if an AskStats wants it and admission makes one
 
 
-ToServer = Ready | Tokens | Prefilled | Prefills | StopChecks | Failed | Stats
+ToServer = Ready | Tokens | Prefilled | Prefills | StopChecks | Failed | Stats | ControlDone
 
 
 # ---- scheduler -> rank -----------------------------------------------------------------------------------------------
@@ -391,7 +393,7 @@ class Step(Tagged, frozen=True, kw_only=True):
             )
 
 
-ToRank = Step
+ToRank = Step | Control
 
 
 # ---- rank -> scheduler -----------------------------------------------------------------------------------------------
@@ -443,4 +445,4 @@ class StageTimes(Tagged, frozen=True):
     waited: float  # between steps
 
 
-FromRank = Ready | StepDone | StageTimes | ExpertLoads
+FromRank = Ready | StepDone | StageTimes | ExpertLoads | ControlDone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, TypedDict, Unpack
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from tests.drivers.page_rank import PageRank
 from toka_async.arrays import as_f32, as_i32, column, i32_column
+from toka_async.control import AnyAction, Control, ControlDone
 from toka_async.messages import (
     Cancels,
     EndSample,
@@ -96,6 +98,9 @@ class CoreDriver:
         self.stop_checks: list[tuple[int, int, int, list[int]]] = []
         self.stats = Stats()
         self.step_sizes: list[int] = []
+        self.done: dict[int, ControlDone] = {}
+        self.num_controls = 0
+        self.carry_out: Callable[[Control], ControlDone] = lambda order: ControlDone(number=order.number)
         self._codec: Codec[ToRank] = Codec(ToRank)
 
     def submit(self, message: Submit) -> Received:
@@ -142,12 +147,30 @@ class CoreDriver:
         self.core.end_sample(EndSample(request_id=request_id, sample=sample, num_tokens=num_tokens))
         self.collect()
 
+    def control(self, action: AnyAction) -> int:
+        """Returns the number under which `done` has the answer, now or later."""
+        self.num_controls += 1
+        self.core.receive(Control(number=self.num_controls, action=action), 0.0)
+        self.collect()
+        return self.num_controls
+
+    def obey(self) -> None:
+        """The rank carries out what it is told between steps."""
+        while (order := self.core.next_order()) is not None:
+            message = self._codec.decode(self._codec.encode(order))
+            assert isinstance(message, Control)
+            self.core.complete_order(self.carry_out(message))
+            self.collect()
+
     def build(self) -> None:
         """Queue the steps that the core wants queued, as bytes."""
         for step in self.core.next_steps(0.0):
             data = self._codec.encode(step)
             self.step_sizes.append(len(data))
-            self.queued.extend(self._codec.decode(data).passes())
+            message = self._codec.decode(data)
+            assert isinstance(message, Step)
+            self.queued.extend(message.passes())
+        self.obey()
         self.collect()
 
     def complete(self) -> None:
@@ -198,6 +221,9 @@ class CoreDriver:
                     self.stop_checks.append((request, sample, count, window.tolist()))
             case Stats():
                 self.stats = message
+            case ControlDone():
+                assert message.number not in self.done
+                self.done[message.number] = message
 
     def _take_tokens(self, message: Tokens) -> None:
         counts = as_i32(message.counts)

@@ -12,6 +12,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from toka_async.arrays import as_bool, as_i32, f32_column, i32_column
+from toka_async.control import (
+    AbandonUpdate,
+    Abort,
+    Checksum,
+    Control,
+    ControlDone,
+    LoadTensors,
+    PartSum,
+    Pause,
+    PauseMode,
+    Resume,
+)
 from toka_async.messages import (
     GAP_SECONDS,
     AskStats,
@@ -86,6 +98,12 @@ class FakeScheduler:
         self.cancelled: list[int] = []
         self.fail_with: str | None = None
         self.silent = False
+        self.paused: PauseMode | None = None
+        self.control_error = ""
+        self.failing_act = ""  # the only one that fails; empty: all do
+        self.num_written = 0
+        self.weights = 5
+        self.acts: list[str] = []
         self.held = held
         self.generated = 0
         self.gaps = 0
@@ -122,14 +140,14 @@ class FakeScheduler:
         for message in self._inbox.drain():
             self.log.append(message)
             self._take(message)
-        for request_id, request in list(self.requests.items()):
+        for request_id, request in [] if self.paused else list(self.requests.items()):
             self._prefill(request_id, request)
             self._generate(request_id, request)
             if all(sample.reason is not Reason.NONE for sample in request.samples):
                 del self.requests[request_id]
         self._replies.send(self._stats())
         self.deliver(self._replies.drain())
-        if self.requests:
+        if self.requests and not self.paused:
             self._schedule()
 
     def _stats(self) -> Stats:
@@ -164,6 +182,36 @@ class FakeScheduler:
             case EndSample():
                 if request := self.requests.get(message.request_id):
                     request.samples[message.sample].ends_at = message.num_tokens
+            case Control():
+                self._replies.send(self._control(message))
+
+    def _control(self, message: Control) -> ControlDone:
+        count = self.num_written if isinstance(message.action, LoadTensors) else 0
+        self.acts.append(type(message.action).__name__)
+        sums = (PartSum("w", "0+1", self.weights),) if isinstance(message.action, Checksum) else ()
+        match message.action:
+            case Pause(mode=mode):
+                self.paused = mode
+                count = self._abort([*self.requests] if mode == "abort" else [])
+            case Resume():
+                self.paused = None
+            case Abort(request_ids=ids, everything=everything):
+                count = self._abort([*self.requests] if everything else as_i32(ids).tolist())
+            case AbandonUpdate():
+                self.paused = self.paused or "keep"
+        error = self.control_error if self.failing_act in ("", self.acts[-1]) else ""
+        replica, life = (self._ready.replica, self._ready.life) if self._ready else (0, 0)
+        return ControlDone(number=message.number, replica=replica, life=life, count=count, error=error, sums=sums)
+
+    def _abort(self, request_ids: list[int]) -> int:
+        found = [request_id for request_id in request_ids if request_id in self.requests]
+        for request_id in found:
+            request = self.requests.pop(request_id)
+            for index, sample in enumerate(request.samples):
+                if sample.reason is Reason.NONE:
+                    sample.reason = Reason.ABORT
+                    self._send_row(request_id, request, index)
+        return len(found)
 
     def _submit(self, submit: Submit) -> None:
         self.submits.append(submit)

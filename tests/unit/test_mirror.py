@@ -22,7 +22,10 @@ COVERED = {
     "e2e/offline/test_engine_process.py": ["llm/engine_process", "llm/local_engine"],
     "e2e/offline/test_llm.py": ["llm/llm"],
     "e2e/test_serve.py": ["procs/server"],
+    "e2e/trainers/test_updates.py": ["client/trainer", "transfer/torch_group"],
     "e2e/test_tensor_parallel.py": ["startup/process_groups", "startup/rank_coords"],
+    "gpu/trainers/test_nccl.py": ["transfer/nccl"],
+    "parity/test_weight_updates.py": ["weights/catalog", "weights/checksums", "weights/update"],
     "parity/test_decoder.py": ["kernels/activation", "model/layers"],
     "unit/attention/test_paged.py": ["attention/triton"],
     "unit/attention/test_reference.py": ["attention/blocks", "attention/copies"],
@@ -61,6 +64,7 @@ COVERED = {
     "unit/startup/test_compile_ahead.py": ["startup/layer_trials"],
     "unit/scheduler/test_statistics.py": ["scheduler/sequences/prompt_counts"],
     "unit/server/engine/test_engine.py": ["server/engine/load", "server/engine/request_columns"],
+    "unit/server/vllm/test_info.py": ["server/engine/facts"],
     "unit/server/engine/test_metrics.py": ["server/engine/vllm_metrics"],
     "unit/server/generate/test_completions.py": [
         "server/generate/answers",
@@ -71,6 +75,7 @@ COVERED = {
     "unit/server/http/test_document.py": ["server/http/routes"],
     "unit/server/http/test_unsent.py": ["server/limits/free_memory"],
     "unit/server/limits/test_accounts.py": ["server/limits/account"],
+    "unit/server/sglang/test_generate.py": ["server/sglang/answer", "server/sglang/prompts"],
     "unit/server/zmq/test_endpoint_limits.py": [
         "server/zmq/direct_requests",
         "server/zmq/fields_cache",

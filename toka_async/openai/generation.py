@@ -25,6 +25,7 @@ from toka_async.openai.requests import (
     CompletionRequest,
     DirectRequest,
     GenerationFields,
+    SamplingFields,
     StreamOptions,
 )
 
@@ -81,7 +82,7 @@ class GenerationParams:
     `sampling` may ask the engine for more because of an echo. num_prompt_copies: how often the answer repeats what it
     says of a prompt: once, or in each choice. truncation: None leaves prompts as they are. usage_in_chunks: each chunk
     of a stream has its sample's usage so far. pad_chunks: chunks hide the length of their text. pack_logprobs: samples'
-    log-probs are arrays in the response's `system_fingerprint`.
+    log-probs are arrays in the response's `system_fingerprint`. has_text: the answer has the samples' texts.
     """
 
     n: int
@@ -105,6 +106,7 @@ class GenerationParams:
     cache_salt: str
     truncation: Truncation | None
     num_prompt_copies: int = 1
+    has_text: bool = True
 
 
 def completion_generation(request: CompletionRequest, limits: RequestLimits, defaults: Defaults) -> GenerationParams:
@@ -218,7 +220,7 @@ def check_counts(fields: GenerationFields, limits: RequestLimits, max_tokens: in
 
 
 def build_sampling(
-    fields: GenerationFields, limits: RequestLimits, defaults: Defaults, num_logprobs: int, num_prompt_logprobs: int
+    fields: SamplingFields, limits: RequestLimits, defaults: Defaults, num_logprobs: int, num_prompt_logprobs: int
 ) -> TokenSampling:
     """Builds the engine's sampling parameters. A top_k of -1 and of 0 both mean off."""
     ends = set(fields.stop_token_ids) | (set() if fields.ignore_eos else set(defaults.end_ids))

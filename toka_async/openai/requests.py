@@ -37,6 +37,9 @@ Prompts = Annotated[
     list[Any],
     Meta(extra_json_schema={"minItems": 1, "anyOf": [{"items": each} for each in ({"type": "string"}, _ID, _IDS)]}),
 ]
+PromptIds = Annotated[list[Any], Meta(extra_json_schema={"items": _ID, "minItems": 1})]
+Salt = Annotated[str, Meta(min_length=1, max_length=1024)]
+Priority = Annotated[int, Meta(ge=-MAX_COUNT, le=MAX_COUNT)]
 Stop = Annotated[str, Meta(extra_json_schema={"minLength": 1, "maxLength": MAX_STOP_LENGTH})]
 Stops = Annotated[list[Stop], Meta(extra_json_schema={"maxItems": MAX_STOPS})]
 Bias = Annotated[
@@ -65,12 +68,9 @@ class StreamOptions(WireRequest, frozen=True, kw_only=True):
     include_obfuscation: bool = False
 
 
-class GenerationFields(WireRequest, frozen=True, kw_only=True):
-    """The fields that completions and chat share. None means the model's own default."""
+class SamplingFields(WireRequest, frozen=True, kw_only=True):
+    """How tokens are drawn, when samples end, and what their texts leave out. None means the model's own default."""
 
-    unsupported: ClassVar[Unsupported] = UNSUPPORTED
-
-    model: str | None = None
     n: Count = 1
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -89,6 +89,14 @@ class GenerationFields(WireRequest, frozen=True, kw_only=True):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     prompt_logprobs: NumLogprobs | None = None
+
+
+class GenerationFields(SamplingFields, frozen=True, kw_only=True):
+    """The fields that completions and chat share."""
+
+    unsupported: ClassVar[Unsupported] = UNSUPPORTED
+
+    model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
@@ -96,8 +104,8 @@ class GenerationFields(WireRequest, frozen=True, kw_only=True):
     logprobs_in_fingerprint: bool = False
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
     truncation_side: Literal["left", "right"] = "left"
-    priority: Annotated[int, Meta(ge=-MAX_COUNT, le=MAX_COUNT)] = 0
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    priority: Priority = 0
+    cache_salt: Salt | None = None
     # Labels for the caller's own records; they ask nothing of a server.
     user: str | None = None
     metadata: dict[str, str] | None = None

@@ -6,6 +6,7 @@ tokens. The parameters of running rows stay on the device, by slot. Knows slots 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -24,11 +25,14 @@ from toka_async.runner.sampling_routes import SamplingNeeds, SamplingRoutes
 from toka_async.runner.slab_sampler import Head, SlabDraw, SlabSampler
 from toka_async.runner.token_history import TokenHistory
 
+_INTEGERS = ("flags", "top_k", "num_prompt")
 _FLOATS = ("temperature", "top_p", "min_p", "repetition")
 _EDITED = EDITS & ~Flag.REPETITION  # a repetition penalty alone edits nothing
 
 _EDIT_INTEGERS = ("min_tokens", "num_bias", "num_ends", "num_top")
 _EDIT_FLOATS = ("presence", "frequency")
+
+Columns = tuple[Tensor, dict[str, Tensor]]
 
 
 class KernelSampler:
@@ -52,7 +56,7 @@ class KernelSampler:
         max_seqs, vocab = rows.params.size, rows.vocab_size
         self._kernels = SamplingKernels(vocab, shares.count_rows(max_seqs) if shares else max_seqs, rows.device)
         self._editing = EditKernels(self._kernels, history.ids.numel(), rows.device)
-        self._table = _make_table(max_seqs + 1, vocab, rows.device)
+        self._columns, self._table = _make_table(max_seqs + 1, vocab, rows.device)
         self._edits = EditRows(rows, history)
         self._routes = SamplingRoutes(rows)
 
@@ -63,17 +67,11 @@ class KernelSampler:
         by_torch = self._edits.find_unfit(slots)
         self._routes.admit(slots, by_torch)
         flags = np.where(by_torch, 0, params["flags"] | RAW.value * _needs_raw(params))
-        floats = np.stack([params[name] for name in _FLOATS])
-        bits_of = floats.view(np.int32).ravel()
-        columns = (slots, flags, params["top_k"], rows.num_prompt[slots], rows.seeds[slots], bits_of)
-        at, flags_at, top_k, num_prompt, seeds, bits = upload(columns, rows.device)
-        table.flags.index_copy_(0, at, flags_at.to(torch.int32))
-        table.top_k.index_copy_(0, at, top_k.to(torch.int32))
-        table.num_prompt.index_copy_(0, at, num_prompt.to(torch.int32))
+        integers = np.stack([flags, params["top_k"], rows.num_prompt[slots]]).astype(np.int32)
+        bits = np.concatenate([integers, _take_bits(params, _FLOATS)])
+        at, seeds, columns = upload((slots, rows.seeds[slots], bits.ravel()), rows.device)
         table.seeds.index_copy_(0, at, seeds)
-        values = bits.to(torch.int32).view(torch.float32).view(len(_FLOATS), -1)
-        for name, column in zip(_FLOATS, values, strict=True):
-            getattr(table, name).index_copy_(0, at, column)
+        self._columns.index_copy_(1, at, columns.to(torch.int32).view(len(bits), -1))
         edited = slots[(flags & (_EDITED | RAW.value)) != 0]
         if edited.size:
             self._edits.admit(edited)
@@ -163,7 +161,7 @@ def try_sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) -> N
     logits = torch.zeros(1, vocab_size, dtype=dtype, device=device)
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     contexts = torch.ones(1, dtype=torch.int32, device=device)
-    SamplingKernels(vocab_size, 1, device).draw(logits, slots, contexts, _make_table(1, vocab_size, device))
+    SamplingKernels(vocab_size, 1, device).draw(logits, slots, contexts, _make_table(1, vocab_size, device)[1])
 
 
 def try_editing(vocab_size: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -175,8 +173,8 @@ def try_editing(vocab_size: int, page_size: int, dtype: torch.dtype, device: tor
         torch.zeros(1, vocab_size, dtype=dtype, device=device),
         slots,
         torch.ones(1, dtype=torch.int32, device=device),
-        _make_table(1, vocab_size, device),
-        _make_edit_table(1, device),
+        _make_table(1, vocab_size, device)[1],
+        _make_edit_table(1, device)[1],
         RowTokens(history, history),
     )
     kernels.edit(*rows)
@@ -197,37 +195,35 @@ def _make_seen_bits(prompt: RowPrompt, vocab_size: int) -> Int32:
     return np.packbits(seen, bitorder="little").view(np.int32)
 
 
-def _make_table(num_slots: int, vocab_size: int, device: torch.device) -> RowTable:
-    def make_column(dtype: torch.dtype) -> Tensor:
-        return torch.zeros(num_slots, dtype=dtype, device=device)
+def _make_columns(num_slots: int, integers: Sequence[str], floats: Sequence[str], device: torch.device) -> Columns:
+    """Makes columns by slot in one tensor int32 [columns, slots], so that one copy writes a row; and views of them.
 
-    return RowTable(
-        temperature=make_column(torch.float32),
-        top_p=make_column(torch.float32),
-        min_p=make_column(torch.float32),
-        repetition=make_column(torch.float32),
-        top_k=make_column(torch.int32),
-        flags=make_column(torch.int32),
-        num_prompt=make_column(torch.int32),
-        seeds=make_column(torch.int64),
-        seen=torch.zeros(num_slots, -(-vocab_size // 32), dtype=torch.int32, device=device),
-    )
+    Columns begin at 16 bytes, so that kernels see one alignment only.
+    """
+    count = len(integers) + len(floats)
+    columns = torch.zeros(count, -(-num_slots // 4) * 4, dtype=torch.int32, device=device)
+    views = [column[:num_slots] for column in columns]
+    views[len(integers) :] = [view.view(torch.float32) for view in views[len(integers) :]]
+    return columns, dict(zip((*integers, *floats), views, strict=True))
 
 
-def _make_edit_table(num_slots: int, device: torch.device) -> EditTable:
-    def make_column(dtype: torch.dtype, *shape: int) -> Tensor:
-        return torch.zeros(num_slots, *shape, dtype=dtype, device=device)
+def _make_table(num_slots: int, vocab_size: int, device: torch.device) -> tuple[Tensor, RowTable]:
+    """Makes the table, and the tensor whose rows are its columns of 32 bits."""
+    columns, views = _make_columns(num_slots, _INTEGERS, _FLOATS, device)
+    seen = torch.zeros(num_slots, -(-vocab_size // 32), dtype=torch.int32, device=device)
+    return columns, RowTable(**views, seeds=torch.zeros(num_slots, dtype=torch.int64, device=device), seen=seen)
 
-    return EditTable(
-        presence=make_column(torch.float32),
-        frequency=make_column(torch.float32),
-        min_tokens=make_column(torch.int32),
-        num_bias=make_column(torch.int32),
-        num_ends=make_column(torch.int32),
-        num_top=make_column(torch.int32),
-        ids=make_column(torch.int32, LIST_WIDTH),
-        values=make_column(torch.float32, LIST_WIDTH),
-    )
+
+def _make_edit_table(num_slots: int, device: torch.device) -> tuple[Tensor, EditTable]:
+    """Makes the table, and the tensor whose rows are its columns of 32 bits."""
+    columns, views = _make_columns(num_slots, _EDIT_INTEGERS, _EDIT_FLOATS, device)
+    ids = torch.zeros(num_slots, LIST_WIDTH, dtype=torch.int32, device=device)
+    return columns, EditTable(**views, ids=ids, values=torch.zeros_like(ids, dtype=torch.float32))
+
+
+def _take_bits(params: Params, names: Sequence[str]) -> Int32:
+    """Takes float32 parameters as the bits of int32: [names, rows]."""
+    return np.stack([params[name] for name in names]).view(np.int32)
 
 
 class EditRows:
@@ -236,7 +232,7 @@ class EditRows:
     def __init__(self, rows: RowTables, history: TokenHistory) -> None:
         self._rows = rows
         self._history = history
-        self.table = _make_edit_table(rows.params.size + 1, rows.device)
+        self._columns, self.table = _make_edit_table(rows.params.size + 1, rows.device)
 
     @property
     def tokens(self) -> RowTokens:
@@ -268,20 +264,10 @@ class EditRows:
         ids = np.concatenate([nothing, *(part for p in prompts for part in (p.bias_ids, p.end_ids))])
         # The values are -inf where end tokens are held; these are in the list for their ids.
         values = np.concatenate([nothing, *(part for p in prompts for part in (p.bias.view(np.int32), p.end_ids))])
-        integers = (params["min_tokens"], num_bias, num_ends, np.maximum(params["num_logprobs"], 0))
-        floats = np.stack([params[name] for name in _EDIT_FLOATS]).view(np.int32).ravel()
-        at, cells_at, *columns, floats_at, ids_at, values_at = upload(
-            (slots, cells, *integers, floats, ids, values), rows.device
-        )
-        for name, column in zip(_EDIT_INTEGERS, columns, strict=True):
-            getattr(table, name).index_copy_(0, at, column.to(torch.int32))
-        for name, column in zip(_EDIT_FLOATS, _view_floats(floats_at).view(len(_EDIT_FLOATS), -1), strict=True):
-            getattr(table, name).index_copy_(0, at, column)
+        integers = np.stack([params["min_tokens"], num_bias, num_ends, np.maximum(params["num_logprobs"], 0)])
+        bits = np.concatenate([integers.astype(np.int32), _take_bits(params, _EDIT_FLOATS)])
+        at, cells_at, columns, ids_at, values_at = upload((slots, cells, bits.ravel(), ids, values), rows.device)
+        self._columns.index_copy_(1, at, columns.to(torch.int32).view(len(bits), -1))
         if cells.size:
             table.ids.view(-1).index_copy_(0, cells_at, ids_at.to(torch.int32))
-            table.values.view(-1).index_copy_(0, cells_at, _view_floats(values_at))
-
-
-def _view_floats(bits: Tensor) -> Tensor:
-    """Returns the float32 numbers of bits that were copied as int64."""
-    return bits.to(torch.int32).view(torch.float32)
+            table.values.view(torch.int32).view(-1).index_copy_(0, cells_at, values_at.to(torch.int32))

@@ -6,12 +6,13 @@ the sequence table.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 
 from toka_async.arrays import EMPTY, Bool, Float32, Int32, column, i32_column
-from toka_async.messages import EndSample, Failed, Prefilled, Prefills, Reason, StopChecks, Tokens, ToServer
+from toka_async.messages import Failed, Prefilled, Prefills, Reason, StopChecks, Tokens, ToServer
 from toka_async.scheduler.sequences.requests import Generated, Request, Top
 from toka_async.scheduler.sequences.sequence_table import SequenceTable
 from toka_async.scheduler.sequences.token_log import TokenLog
@@ -109,16 +110,16 @@ class Replies:
             )
         )
 
-    def add_waiting_end(self, request: Request, end: EndSample, generated: Generated) -> None:
-        """End a preempted sample that waits, by a stop string, with the first of its tokens."""
-        count, wanted = end.num_tokens, request.submit.sampling.num_logprobs
+    def add_waiting_end(self, request: Request, sample: int, count: int, generated: Generated, reason: Reason) -> None:
+        """End a preempted sample that waits, with the first `count` of its tokens."""
+        wanted = request.submit.sampling.num_logprobs
         tops = (generated.tops or [])[:count] if wanted > 0 else []
         self._messages.append(
             Tokens(
                 request_ids=i32_column([request.request_id]),
-                samples=i32_column([end.sample]),
+                samples=i32_column([sample]),
                 counts=i32_column([count]),
-                reasons=i32_column([Reason.STOP_STRING]),
+                reasons=i32_column([reason]),
                 token_ids=column(generated.tokens[:count]),
                 num_logprobs=wanted,
                 logprobs=column(generated.logprobs[:count]) if wanted >= 0 else EMPTY,
@@ -163,3 +164,6 @@ class Replies:
 
     def add(self, message: ToServer) -> None:
         self._messages.append(message)
+
+    def add_all(self, messages: Sequence[ToServer]) -> None:
+        self._messages.extend(messages)

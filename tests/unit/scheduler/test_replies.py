@@ -6,7 +6,7 @@ import pytest
 from tests.cases.columns import ids
 from tests.drivers.page_rank import submit
 from toka_async.arrays import Float32, Int32, as_f32, as_i32
-from toka_async.messages import EndSample, Failed, Prefilled, Prefills, Reason, StopChecks, Tokens, TokenSampling
+from toka_async.messages import Failed, Prefilled, Prefills, Reason, StopChecks, Tokens, TokenSampling
 from toka_async.scheduler.replies import Replies
 from toka_async.scheduler.sequences.requests import Generated, PrefillScores, Request
 from toka_async.scheduler.sequences.sequence_table import SequenceTable
@@ -119,7 +119,7 @@ def test_a_waiting_sample_ends_with_its_first_tokens() -> None:
     replies = Replies(table)
     tops = [(ids(k), floats(-k)) for k in range(3)]
     generated = Generated(ids(4, 5, 6), floats(-1, -2, -3), tops)
-    replies.add_waiting_end(request(num_logprobs=1), EndSample(request_id=7, sample=2, num_tokens=2), generated)
+    replies.add_waiting_end(request(num_logprobs=1), 2, 2, generated, Reason.STOP_STRING)
     message = only(replies)
     assert as_i32(message.samples).tolist() == [2]
     assert as_i32(message.reasons).tolist() == [Reason.STOP_STRING]

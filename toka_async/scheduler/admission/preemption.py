@@ -49,6 +49,14 @@ class Preemption:
             self._requeue_idle(idle)
             self.num_preemptions += 1
 
+    def retract(self) -> None:
+        """Preempt all that runs."""
+        for seq in self._running.table.sort_last_first().tolist():
+            if self._running.table.holds[seq]:
+                self.make_way(seq)
+        while (idle := self._find_youngest_idle()) is not None:
+            self._requeue_idle(idle)
+
     def make_way(self, seq: int) -> None:
         self._preempt(seq)
         self.num_preemptions += 1

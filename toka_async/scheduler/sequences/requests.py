@@ -68,6 +68,11 @@ class Request:
         """For n > 1: samples that have not started."""
         return self.submit.n - self.next_sample
 
+    @property
+    def has_begun(self) -> bool:
+        """Its prompt has been opened."""
+        return self.num_found >= 0
+
     def columns(self) -> tuple[int, ...]:
         """The request's entries in the sequence table, in the order of `SequenceTable.describe`."""
         submit, sampling = self.submit, self.submit.sampling
@@ -134,6 +139,7 @@ class PromptRun:
     seq: int = -1  # the sequence that computes the prompt; -1: nothing (left) to compute
     num_seqs: int = 0  # sequences that hold pages of the run, the computing one included
     closed: bool = False
+    epoch: int = 0  # of the prefix tree
     request: Request = field(init=False)
 
     def __post_init__(self) -> None:

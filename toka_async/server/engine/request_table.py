@@ -195,6 +195,12 @@ class RequestTable:
         slot = self._slot(request_id)
         return None if self._ids[slot] != request_id else (self._sinks[slot], int(self._keys[slot]))
 
+    def list_ids(self, sink: Sink, key: int | None = None) -> list[tuple[int, int]]:
+        """The replica and the engine's id of each of a sink's requests that have not ended, or of the one of a key."""
+        slots = np.flatnonzero(self._sink_ids == id(sink))
+        slots = slots if key is None else slots[self._keys[slots] == key]
+        return [*zip(self._replica[slots].tolist(), self._ids[slots].tolist(), strict=True)]
+
     # ---- deadlines ---------------------------------------------------------------------------------------------------
 
     def _expect(self, deadline: float) -> None:

@@ -24,13 +24,14 @@ FINISH: dict[Reason, FinishReason | None] = {
     Reason.STOP: "stop",
     Reason.STOP_STRING: "stop",
     Reason.LENGTH: "length",
+    Reason.ABORT: "abort",
 }
 
 
 class Answer(Protocol):
     """Builds the response of one request, or the chunks of a streamed one."""
 
-    def whole(self, run: Run, outputs: Sequence[Sequence[Output]]) -> msgspec.Struct:
+    def whole(self, run: Run, outputs: Sequence[Sequence[Output]]) -> msgspec.Struct | Sequence[msgspec.Struct]:
         """The response; `outputs` by prompt, by sample."""
         ...
 

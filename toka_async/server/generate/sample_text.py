@@ -20,7 +20,8 @@ class TextOptions:
     """What a request says about its text.
 
     keep_ends: the text of an end token is part of the sample's text, whether the request or the model named it.
-    offsets: where the tokens of a streamed sample begin in its text is wanted.
+    offsets: where the tokens of a streamed sample begin in its text is wanted. text: the text is wanted; without it,
+    texts are made only where stop strings are looked for.
     """
 
     skip_special_tokens: bool = True
@@ -28,6 +29,12 @@ class TextOptions:
     min_tokens: int = 0
     keep_ends: bool = False
     offsets: bool = True
+    text: bool = True
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether samples are turned into text."""
+        return self.text or self.stops is not None
 
     def num_text_tokens(self, rows: TokenRows, reason: Reason) -> int:
         """How many of the rows have text: an end token has not, unless ends are kept."""
@@ -102,6 +109,9 @@ class SampleStream:
 
     def push(self, rows: TokenRows, reason: Reason) -> Piece:
         """New tokens, and Reason.NONE or why these were the last."""
+        if not self._options.needs_text:
+            self.num_tokens += len(rows)
+            return Piece("", rows, [])
         ids = rows.token_ids[: self._options.num_text_tokens(rows, reason)].tolist()
         if self._filter is None and not self._options.offsets:
             self.num_tokens += len(rows)

@@ -264,21 +264,29 @@ class Service:
     async def running(self, request: PreparedRequest, account: Account) -> AsyncIterator[Run]:
         """Waits for room in the account and submits the request; leaving with an exception cancels it.
 
+        Raises as `holding` and `submitted` do.
+        """
+        async with self.holding(account, request.cost) as waited, self.submitted(request, account, waited) as run:
+            yield run
+
+    @asynccontextmanager
+    async def holding(self, account: Account, cost: Cost) -> AsyncIterator[float]:
+        """Waits for room in the account, and has it until this is left. Yields the seconds that this took.
+
         Raises:
             ApiError: 400, the account allows so much to nobody.
-            NotServingError, OverloadedError, TimedOutError: nothing was submitted.
+            OverloadedError, TimedOutError: there is no room.
         """
         arrival = monotonic()
         try:
             async with asyncio.timeout(account.timeout or None):
-                await self.accounts.enter(account, request.cost)
+                await self.accounts.enter(account, cost)
         except TimeoutError:
             raise timed_out(account.timeout) from None
         try:
-            async with self.submitted(request, account, monotonic() - arrival) as run:
-                yield run
+            yield monotonic() - arrival
         finally:
-            account.give_back(request.cost)
+            account.give_back(cost)
 
     @asynccontextmanager
     async def submitted(self, request: PreparedRequest, account: Account, waited: float = 0.0) -> AsyncIterator[Run]:
@@ -348,7 +356,8 @@ def text_options(generation: GenerationParams) -> TextOptions:
         stops=StopStrings(generation.stops, generation.include_stop) if generation.stops else None,
         min_tokens=generation.sampling.min_tokens,
         keep_ends=generation.include_stop,
-        offsets=generation.sampling.num_logprobs >= 0,
+        offsets=generation.has_text and generation.sampling.num_logprobs >= 0,
+        text=generation.has_text,
     )
 
 
