@@ -86,6 +86,7 @@ OPTIONS: Mapping[str, Habit] = {
     "--enable-prefix-caching": _flag("cache.prefix", "true"),
     "--no-enable-prefix-caching": _flag("cache.prefix", "false"),
     "--disable-radix-cache": _flag("cache.prefix", "false"),
+    "--enable-sleep-mode": _flag("cache.can_sleep", "true"),
     "--max-num-seqs": Habit("schedule.max_seqs"),
     "--max-running-requests": Habit("schedule.max_seqs"),
     "--max-num-batched-tokens": Habit("schedule.max_tokens"),

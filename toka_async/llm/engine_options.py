@@ -69,7 +69,6 @@ ASKS_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "spec_tokens": (),
     "enable_return_routed_experts": (),
     "return_sampling_mask": (),
-    "enable_sleep_mode": (),
     "worker_cls": ("auto",),
     "worker_extension_cls": (),
     "weight_transfer_config": (),
@@ -97,9 +96,13 @@ INSTEAD: Mapping[str, str] = {  # of "leave it out", for options that the comman
     "structured_outputs_config": "structured output is not supported",
     "spec_method": NO_DRAFTS,
     "spec_model": NO_DRAFTS,
-    "enable_sleep_mode": "not supported; `shutdown()` frees all memory",
 }
-QUIET = {"log.stats_interval": "0", "server.page": "false", "zmq.buffer_mb": "65536"}  # unless the user says otherwise
+OURS = {  # unless the user says otherwise
+    "log.stats_interval": "0",
+    "server.page": "false",
+    "server.admin": "true",  # over the socket that only this process uses
+    "zmq.buffer_mb": "65536",
+}
 
 
 class EngineArgs:
@@ -138,8 +141,8 @@ def make_config(model: str, config: Path | str | None, options: Mapping[str, Any
     """
     file = None if config is None else Path(config)
     of_file = {override.partition("=")[0] for override in list_overrides(load_config(file))}
-    quiet = {key: value for key, value in QUIET.items() if key not in of_file}
-    given = {**quiet, "model.path": model, **dict(_translate_all(options))}
+    ours = {key: value for key, value in OURS.items() if key not in of_file}
+    given = {**ours, "model.path": model, **dict(_translate_all(options))}
     made = load_config(file, [f"{key}={value}" for key, value in given.items()])
     for override in list_overrides(made):
         if override.startswith(FOREIGN):

@@ -127,4 +127,5 @@ def make_environment() -> dict[str, str]:
         "PYTHONSAFEPATH": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "TOKA_API_KEYS": secrets.token_urlsafe(32),  # that nobody knows, since its HTTP port is for nobody
+        "TOKA_ADMIN_KEYS": "",
     }

@@ -17,6 +17,7 @@ import numpy as np
 from toka_async.arrays import Int32
 from toka_async.client.base_client import BaseClient
 from toka_async.client.results import Result
+from toka_async.control import PauseMode
 from toka_async.llm.engine_options import EngineArgs
 from toka_async.llm.local_engine import LocalEngine, load_tokenizer
 from toka_async.llm.model_texts import Messages, list_chats
@@ -29,6 +30,7 @@ from toka_async.llm.sampling_params import SamplingParams
 T = TypeVar("T")
 
 AT_ONCE = 1024  # prompts that are prepared before the engine gets them
+TAGS = ("weights", "kv_cache", "scheduling")  # of what sleeps, in vLLM; weights are always awake here
 NOTHING = RequestOutput("", None, [], None, [], False)
 
 OneOrEach = SamplingParams | Sequence[SamplingParams] | None
@@ -89,6 +91,36 @@ class LLM:
     def shutdown(self) -> None:
         """End the engine and its processes. Running calls of other threads fail."""
         self.llm_engine.shutdown()
+
+    def reset_prefix_cache(self) -> bool:
+        """Let new prompts find nothing of earlier ones. Raises CommandError if the engine cannot."""
+        self.llm_engine.command(lambda trainer: trainer.reset_prefix_cache())
+        return True
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Stop computing, and at level 1 give the memory of the cache back.
+
+        Args:
+            level: 0 or 1; at vLLM's 2, weights would leave the GPU, which they never do.
+            mode: what becomes of running requests, see `Trainer.pause`.
+
+        Raises:
+            CommandError: the engine cannot; on a GPU it needs `enable_sleep_mode=True`.
+        """
+        self.llm_engine.command(lambda trainer: trainer.sleep(level, mode))
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again, and go on.
+
+        Args:
+            tags: which parts, of `weights`, `kv_cache` and `scheduling`; None: all. Computing goes on with `kv_cache`.
+        """
+        if wrong := [tag for tag in tags or () if tag not in TAGS]:
+            raise ValueError(f"tags: expected some of {', '.join(TAGS)}, got {wrong[0]!r}")
+        if tags is None or "kv_cache" in tags:
+            self.llm_engine.command(lambda trainer: trainer.wake())
+        if not self.llm_engine.command(lambda trainer: trainer.state()).is_asleep:
+            self.llm_engine.command(lambda trainer: trainer.resume())
 
     def get_tokenizer(self) -> Any:
         """Load the model's tokenizer as transformers does. Raises ImportError without transformers."""

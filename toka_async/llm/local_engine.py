@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from toka_async.checkpoint.generation import read_generation_defaults
 from toka_async.checkpoint.spec import read_spec
-from toka_async.client import Client, ConnectionLostError
+from toka_async.client import Client, ConnectionLostError, Trainer
 from toka_async.client.base_client import BaseClient
 from toka_async.launch import find_files
 from toka_async.llm.engine_options import list_overrides, make_config
@@ -98,6 +98,12 @@ class LocalEngine:
         with self.explaining():
             return self._process.client.start(call)
 
+    def command(self, give: Callable[[Trainer], Coroutine[Any, Any, T]]) -> T:
+        """Give the engine a command as a trainer does, and wait. Raises CommandError and EngineDeadError."""
+        future = self.start(lambda client: give(Trainer(narrow(client))))
+        with self.explaining():
+            return future.result()
+
     def wait(self, futures: Iterable[Future[None]]) -> None:
         """Wait until all are done, or one has failed. Raises EngineDeadError, and what that one raised."""
         with self.explaining():
@@ -176,9 +182,14 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 async def read_welcome(client: BaseClient) -> Welcome:
-    assert isinstance(client, Client)
-    assert client.welcome is not None
-    return client.welcome
+    welcome = narrow(client).welcome
+    assert welcome is not None
+    return welcome
+
+
+def narrow(client: BaseClient) -> Client:
+    assert isinstance(client, Client)  # of one engine, not of a pool
+    return client
 
 
 def stop_engine(pid: int, process: EngineProcess) -> None:

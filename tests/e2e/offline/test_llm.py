@@ -196,6 +196,29 @@ def test_an_engine_cannot_be_sent_to_another_process(llm: LLM) -> None:
         pickle.dumps(llm)
 
 
+def test_a_reset_forgets_earlier_prompts(llm: LLM) -> None:
+    prompt = "Question: " * 30
+    generate_one(llm, prompt, GREEDY)
+    assert generate_one(llm, prompt, GREEDY).num_cached_tokens
+    assert llm.reset_prefix_cache()
+    assert generate_one(llm, prompt, GREEDY).num_cached_tokens == 0
+
+
+def test_an_engine_that_slept_goes_on_when_its_cache_is_back(llm: LLM) -> None:
+    before = generate_one(llm, QUESTION, GREEDY).outputs[0].text
+    llm.sleep(level=1)
+    llm.wake_up(tags=["weights"])
+    call = threading.Thread(target=lambda: texts.append(generate_one(llm, QUESTION, GREEDY).outputs[0].text))
+    texts: list[str] = []
+    call.start()
+    with pytest.raises(ValueError, match="'cache'"):
+        llm.wake_up(tags=["cache"])
+    assert not texts
+    llm.wake_up(tags=["kv_cache"])
+    call.join()
+    assert texts == [before]
+
+
 def test_threads_share_an_engine(llm: LLM) -> None:
     alone = generate_one(llm, QUESTION, GREEDY).outputs[0].text
     texts: list[str] = []

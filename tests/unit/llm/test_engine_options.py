@@ -24,6 +24,7 @@ def test_names_of_vllm_become_keys() -> None:
             "quantization": "fp8",
             "enable_prefix_caching": False,
             "enforce_eager": True,
+            "enable_sleep_mode": True,
             "tokenizer": "elsewhere",
         },
     )
@@ -35,6 +36,7 @@ def test_names_of_vllm_become_keys() -> None:
     assert config.model.quantize == "fp8"
     assert not config.cache.prefix
     assert not config.graphs.enabled
+    assert config.cache.can_sleep
     assert config.model.tokenizer == "elsewhere"
 
 
