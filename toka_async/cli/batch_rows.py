@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from toka_async.cli.batch_run import BatchFileError, Ran, describe_end, make_job, run_job
-from toka_async.config import Config
+from toka_async.config import Config, LimitsConfig
 from toka_async.logs import configure_parent
 from toka_async.openai.errors import ApiError
 from toka_async.openai.generation import Defaults, RequestLimits, chat_generation, completion_generation
@@ -61,7 +61,7 @@ def run_rows(config: Config, options: argparse.Namespace) -> int:
     tell = configure_parent(config.log.format)
     try:
         table = make_table(options)
-        check_request(table.requests, config.limits.max_n)
+        check_request(table.requests, config.limits)
         num_rows = table.write_requests()
         job = make_job(table.requests_path, table.answers_path, table.errors_path, config.model)
         ran = run_job(config, job, tell, retry=options.retry_failed)
@@ -98,10 +98,11 @@ def make_table(options: argparse.Namespace) -> TableJob:
     return make_table_job(find_source(options.input, options.split or ""), options.output, requests, table, keep)
 
 
-def check_request(requests: RowRequests, max_n: int) -> None:
+def check_request(requests: RowRequests, most: LimitsConfig) -> None:
     """Raise TableError for fields with which every row would fail, whatever its column has."""
     fields = {**requests.sampling, "n": requests.n, "seed": requests.seed}
-    limits = RequestLimits(ANY_SIZE, ANY_SIZE, ANY_SIZE, max_n)
+    max_logprobs = ANY_SIZE if most.max_logprobs < 0 else most.max_logprobs
+    limits = RequestLimits(ANY_SIZE, ANY_SIZE, ANY_SIZE, most.max_n, max_logprobs)
     try:
         completion = parse_fields({**fields, "prompt": [0]}, CompletionRequest)
         completion_generation(completion, limits, Defaults())

@@ -55,8 +55,6 @@ ASKS_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "offload_num_in_group": (1,),
     "offload_prefetch_step": (1,),
     "offload_params": (),
-    "max_logprobs": (20,),
-    "logprobs_mode": ("raw_logprobs",),
     "scheduling_policy": ("fcfs", "priority"),  # a request's priority always counts
     "async_scheduling": (True,),
     "max_lora_rank": (16,),

@@ -107,9 +107,3 @@ def list_chats(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:
 def is_chat(value: Any) -> bool:
     """Tell whether it is a list of dicts."""
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(each, Mapping) for each in value)
-
-
-def writes_spaces(tokenizer: Tokenizer) -> bool:
-    """Tell whether texts have spaces before special tokens."""
-    pieces = tokenizer.pieces
-    return any(pieces.rest[token_id].startswith(b" ") for token_id in pieces.special)

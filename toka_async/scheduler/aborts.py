@@ -14,8 +14,9 @@ from toka_async.messages import Reason
 from toka_async.scheduler.replies import Replies
 from toka_async.scheduler.sequences.requests import Request
 from toka_async.scheduler.sequences.running import RunningSet
+from toka_async.scheduler.sequences.token_log import TokenColumns
 
-NO_TOKENS: Int32 = np.empty(0, np.int32)
+NO_TOKENS = TokenColumns(np.empty(0, np.int32))
 
 
 def send_aborted(requests: Sequence[Request], running: RunningSet, replies: Replies) -> None:
@@ -35,16 +36,16 @@ def send_aborted(requests: Sequence[Request], running: RunningSet, replies: Repl
 def _send_running(seqs: Int32, running: RunningSet, replies: Replies) -> None:
     if not seqs.size:
         return
-    counts, tokens, logprobs = running.log.take(seqs)
+    counts, columns = running.log.take(seqs)
     reasons = np.full(seqs.size, Reason.ABORT, np.int32)
-    replies.add_rows(seqs, counts, tokens, logprobs, reasons, running.take_tops(seqs))
+    replies.add_rows(seqs, counts, columns, reasons, running.take_tops(seqs))
 
 
 def _send_ends(seqs: Int32, replies: Replies) -> None:
     if not seqs.size:
         return
     zeros, reasons = np.zeros(seqs.size, np.int32), np.full(seqs.size, Reason.ABORT, np.int32)
-    replies.add_rows(seqs, zeros, NO_TOKENS, np.empty(0, np.float32), reasons, {})
+    replies.add_rows(seqs, zeros, NO_TOKENS, reasons, {})
 
 
 def _send_waiting(request: Request, replies: Replies) -> int:

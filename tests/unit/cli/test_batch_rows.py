@@ -11,7 +11,7 @@ import pytest
 from toka_async.cli.batch_rows import check_request, has_rows, make_table, run_rows
 from toka_async.cli.batch_run import BatchFileError
 from toka_async.cli.parser import parse_arguments
-from toka_async.config import Config
+from toka_async.config import Config, LimitsConfig
 from toka_async.tables.requests import RowRequests
 from toka_async.tables.source import TableError
 
@@ -94,9 +94,9 @@ def test_what_would_fail_for_every_row_is_known_before_the_run(tmp_path: Path, o
     assert list(tmp_path.iterdir()) == [source]
 
 
-@pytest.mark.parametrize("body", ['{"logprobs": 2}', '{"logprobs": true, "top_logprobs": 2}', '{"top_k": 3}'])
+@pytest.mark.parametrize("body", ['{"logprobs": 200}', '{"logprobs": true, "top_logprobs": 2}', '{"top_k": 3}'])
 def test_fields_of_chats_or_of_texts_may_be_asked(body: str) -> None:
-    check_request(RowRequests("c", sampling=json.loads(body)), max_n=8)
+    check_request(RowRequests("c", sampling=json.loads(body)), LimitsConfig(max_logprobs=-1))
 
 
 def test_mistakes_are_for_the_user(tmp_path: Path) -> None:

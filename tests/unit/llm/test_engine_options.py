@@ -25,6 +25,8 @@ def test_names_of_vllm_become_keys() -> None:
             "enable_prefix_caching": False,
             "enforce_eager": True,
             "enable_sleep_mode": True,
+            "max_logprobs": -1,
+            "logprobs_mode": "processed_logprobs",
             "tokenizer": "elsewhere",
         },
     )
@@ -37,6 +39,7 @@ def test_names_of_vllm_become_keys() -> None:
     assert not config.cache.prefix
     assert not config.graphs.enabled
     assert config.cache.can_sleep
+    assert (config.limits.max_logprobs, config.model.logprobs_mode) == (-1, "processed")
     assert config.model.tokenizer == "elsewhere"
 
 
@@ -119,7 +122,7 @@ def test_what_asks_for_nothing_is_taken(options: dict[str, Any]) -> None:
         ({"revision": "v2"}, ["revision", "hf download"]),
         ({"kv_cache_memory_bytes": 10**9}, ["kv_cache_memory_bytes", "num_tokens"]),
         ({"compilation_config": 3}, ["compilation_config", "torch.compile"]),
-        ({"max_logprobs": -1}, ["max_logprobs", "20 likeliest"]),
+        ({"logprobs_mode": "raw_logits"}, ["model.logprobs_mode", "raw_logits"]),
         ({"cache": 5}, ["cache: expected its keys", "got 5"]),
         ({"served_model_name": ["a", "b"]}, ["served_model_name: expected one value"]),
         ({"hf_overrides": {"x": 1}}, ["hf_overrides", "leave it out"]),

@@ -38,6 +38,8 @@ async def test_one_prompt_is_one_sample(server: WebServer) -> None:
         "prompt_tokens": 5,
         "completion_tokens": 4,
         "cached_tokens": 0,
+        "weight_version": "default",
+        "weight_versions": [{"version": "default", "start": 0, "end": 4}],
     }
 
 
