@@ -49,7 +49,7 @@ async def push(trainer: Trainer, folder: Path, version: str) -> None:
 
 
 async def ask(client: Client, expected: list[list[list[int]]], stop: asyncio.Event) -> int:
-    """Asks again and again; returns how many answers came. Each is that of one version as a whole."""
+    """Asks again and again; returns how many answers came. Each is that of one version as a whole, which it names."""
     rng, count = random.Random(), 0
     while not stop.is_set():
         place = rng.randrange(len(PROMPTS))
@@ -58,8 +58,9 @@ async def ask(client: Client, expected: list[list[list[int]]], stop: asyncio.Eve
                 client.generate(PROMPTS[place], max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True, text=False),
                 LONGEST,
             )
-            tokens = result.samples[0].token_ids.tolist()
-            assert tokens in [each[place] for each in expected], "an answer of two versions"
+            (span,) = result.samples[0].versions
+            weights = int(span.version.removeprefix("v")) % 2 if span.version != "default" else 0
+            assert result.samples[0].token_ids.tolist() == expected[weights][place], f"not of version {span.version}"
             count += 1
     return count
 

@@ -205,15 +205,21 @@ async def test_new_weights_arrive_over_every_transport(served: Served) -> None:
         assert await greedy(client) == (expected[served.old], [0] * len(PROMPTS))
 
         group = await open_group(served, trainer)
-        running = asyncio.create_task(sample(client))
+        events = client.stream(PROMPTS[0], max_tokens=400, ignore_eos=True, text=False)
+        spans = list((await anext(events)).versions)
         await trainer.pause("keep")
         await trainer.begin_update()
         for name, tensor in tensors[served.new].items():  # one by one, as some trainers do
             await broadcast(trainer, group, {name: tensor})
+            assert (await trainer.state()).weight_version == "folder"
         await trainer.finish_update("group")
         assert (await trainer.state()).is_paused
         await trainer.resume()
-        assert {each.samples[0].finish_reason for each in await running} == {"length"}
+        spans += [span async for event in events for span in event.versions]
+        assert sum(span.end - span.start for span in spans) == 400
+        versions = [span.version for span in spans]
+        assert versions == sorted(versions)  # "folder" up to the pause, then "group"
+        assert set(versions) == {"folder", "group"}
         await trainer.reset_prefix_cache()
         assert (await greedy(client))[0] == expected[served.new]
         await trainer.close_transfer("weight_update_group")
