@@ -25,7 +25,6 @@ from toka_async.ray.status import ReplicaPlan, ReplicaStatus
 NAMESPACE = "toka-async"  # of the names of detached fleets
 OWN = ("server.port", "server.tls_", "zmq.bind", "zmq.key", "zmq.clients", "zmq.insecure")
 REFRESH = 1.0  # seconds
-WITHOUT_GPUS = ("cpu", "simulated")
 
 
 class FleetError(Exception):
@@ -200,6 +199,8 @@ def list_overrides(model: str, options: Mapping[str, Any]) -> list[str]:
 
 
 def count_gpus(config: Config) -> int:
-    """Count the GPUs of a replica."""
-    parallel = config.parallel
-    return 0 if config.model.device in WITHOUT_GPUS else parallel.dp * parallel.pp * parallel.tp
+    """Count the GPUs of a replica, also those that a simulated one pretends to have."""
+    parallel, device = config.parallel, config.model.device
+    if device == "cpu" or (device == "simulated" and not config.simulated.gpu):
+        return 0
+    return parallel.dp * parallel.pp * parallel.tp
