@@ -15,6 +15,10 @@ def test_wrong_arguments_are_refused_before_anything_starts() -> None:
         generate(NO_DATASET, model="demo", output="out")
     with pytest.raises(ValueError, match="samples"):
         generate(NO_DATASET, model="demo", sampling={"n": 2})
+    with pytest.raises(ValueError, match=r"sampling: .*max_token'"):
+        generate(NO_DATASET, model="demo", sampling={"max_token": 2})
+    with pytest.raises(ValueError, match=r"sampling: .*temperature"):
+        generate(NO_DATASET, model="demo", sampling={"temperature": "hot"})
     with pytest.raises(ConfigError, match="nonsense"):
         generate(NO_DATASET, model="demo", nonsense=1)
     with pytest.raises(ConfigError, match="chooses it"):
