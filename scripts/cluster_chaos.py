@@ -4,9 +4,11 @@ A host is a set of namespaces (network, processes, mounts) with a /tmp of its ow
 link, and switched off by its link and SIGKILL. The model is simulated, with GPUs that are counted and locked as real
 ones. Needs root, iproute2, util-linux, and the extra `ray`. Nothing is left of it on the machine.
 
+    python scripts/cluster_chaos.py kill              # each process of a replica in turn
     python scripts/cluster_chaos.py cut               # a host without network for a minute, and then again with it
     python scripts/cluster_chaos.py head              # the head is switched off, and its tables with it
     python scripts/cluster_chaos.py back              # the head is switched off for 30 s, with its tables on a disk
+    python scripts/cluster_chaos.py batch             # the head is switched off under a job of Ray Data
     python scripts/cluster_chaos.py chaos --minutes 30
 
 Prints what was seen and when, and at the end figures as JSON. Exits with 1 when a request was lost, wrong or answered
@@ -23,32 +25,35 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-HEAD, DRIVER, WORKERS = 1, 2, (3, 4, 5)  # hosts: 10.77.0.N. The driver's has no CPU for replicas
+from tests.chaos.hosts import (
+    DRIVER,
+    HEAD,
+    MOST_WAIT,
+    PYTHON,
+    QUIET,
+    SLOTS,
+    WORKERS,
+    Hosts,
+    kill_one,
+    list_lives,
+    list_processes,
+    wait_for,
+)
+from tests.processes.ray_job import NUM_ROWS, check_rows, count_computed, list_files, make_rows
+
 INSIDE = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-PYTHON = sys.executable
-# With these a host counts as lost after about 20 s, and by Ray's defaults after about 65. The last two let a node
-# notice a head that is switched off without a word.
-HEALTH = {
-    "RAY_health_check_initial_delay_ms": "2000",
-    "RAY_health_check_period_ms": "2000",
-    "RAY_health_check_timeout_ms": "2000",
-    "RAY_health_check_failure_threshold": "5",
-    "RAY_grpc_client_keepalive_time_ms": "10000",
-    "RAY_grpc_client_keepalive_timeout_ms": "10000",
-}
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "0"}
 ON_DISK = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": "/tmp/gcs"}  # what the head knows
-SLOTS = 2  # CPUs and pretended GPUs of a host for replicas
 MOST_REPLICAS = SLOTS * len(WORKERS)
 FEWEST = 2  # replicas while scaling, and before and after
 MODEL = {
@@ -58,19 +63,17 @@ MODEL = {
     "parallel": {"gpu_locks": "/tmp"},
 }
 PROCESSES = 4  # of an engine
-MOST_WAIT = 240.0  # seconds
+VICTIMS = ("worker", "parent", "server", "scheduler-0", "rank-0-0")
 NUM_CLIENTS = 32
 NUM_STREAMS = 8  # clients that stream
 AT_ONCE = 4  # requests of a call of the others
 NUM_SEEDS = 50
 NUM_TOKENS = 50
 
-Found = TypeVar("Found")
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["cut", "head", "back", "chaos"])
+    parser.add_argument("what", choices=["kill", "cut", "head", "back", "batch", "chaos"])
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--part", choices=["outside", "inside", "driver"], default="outside", help=argparse.SUPPRESS)
@@ -89,95 +92,13 @@ def main() -> int:
 # ---- the hosts -----------------------------------------------------------------------------------------------------
 
 
-class Hosts:
-    """The hosts, as the machine sees them."""
-
-    def __init__(self, storage: Mapping[str, str]) -> None:
-        self._storage = storage
-        self.pids: dict[int, int] = {}
-        self.cut: set[int] = set()
-        self.off: float | None = None  # when a host was switched off
-        Path("/run/netns").mkdir(exist_ok=True)
-        shell("mount -t tmpfs tmpfs /run/netns && ip link set lo up")
-        shell("ip link add br0 type bridge && ip link set br0 up")
-        for host in (HEAD, DRIVER, *WORKERS):
-            name = f"n{host}"
-            shell(f"ip netns add {name} && ip link add v{host} type veth peer name eth0 netns {name}")
-            shell(f"ip link set v{host} master br0 up && ip -n {name} link set lo up")
-            shell(f"ip -n {name} addr add 10.77.0.{host}/24 dev eth0 && ip -n {name} link set eth0 up")
-            script = "mount -t tmpfs tmpfs /tmp && touch /tmp/up && trap '' CHLD && exec sleep infinity"  # it reaps
-            unshare = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "sh", "-c", script]
-            outer = subprocess.Popen(["ip", "netns", "exec", name, *unshare])
-            self.pids[host] = wait_for(partial(find_child, outer.pid), f"host {host}")
-            wait_for(Path(f"/proc/{self.pids[host]}/root/tmp/up").exists, f"/tmp of host {host}")
-
-    def enter(self, host: int, *command: str) -> list[str]:
-        return ["nsenter", "-t", str(self.pids[host]), "-n", "-p", "-m", *command]
-
-    def start_node(self, host: int) -> None:
-        ray = [PYTHON, "-m", "ray.scripts.scripts", "start", f"--node-ip-address=10.77.0.{host}"]
-        role = ["--head", "--port=6379", "--include-dashboard=false"] if host == HEAD else ["--address=10.77.0.1:6379"]
-        slots = SLOTS if host in WORKERS else 0
-        size = [f"--num-cpus={slots}", f"--num-gpus={slots}", "--object-store-memory=80000000"]
-        command = self.enter(host, *ray, *role, *size, "--disable-usage-stats")
-        environment = {**os.environ, **QUIET, **HEALTH, **self._storage}
-        with Path(f"/tmp/cluster-chaos-{host}.log").open("ab") as log:
-            subprocess.run(command, env=environment, stdout=log, stderr=log, check=True)
-
-    def keep_nodes(self) -> None:
-        """Start the nodes that have ended again, for ever. A process of a replica that is left keeps it from that."""
-        while True:
-            for host in WORKERS:
-                left = list_processes(self.pids[host])
-                if host not in self.cut and all(
-                    any(b"log_monitor" in word for word in words) for words in left.values()
-                ):
-                    for pid in left:  # Ray leaves it
-                        os.kill(pid, signal.SIGKILL)
-                    with suppress(subprocess.CalledProcessError):  # it was cut off meanwhile
-                        self.start_node(host)
-            time.sleep(1)
-
-    def count_missing(self) -> int:
-        """Count the nodes that have ended."""
-        found = (list_processes(self.pids[host]).values() for host in WORKERS)
-        return sum(not any(words[0].endswith(b"/raylet") for words in each) for each in found)
-
-    def set_link(self, host: int, state: str) -> None:
-        shell(f"ip link set v{host} {state}")
-        (self.cut.discard if state == "up" else self.cut.add)(host)
-
-    def list_engines(self) -> dict[int, list[int]]:
-        """List the processes of engines of each host."""
-        return {host: sorted(list_engines(pid)) for host, pid in self.pids.items()}
-
-    def count_locks(self) -> int:
-        """Count the locks of pretended GPUs that are held."""
-        held = {line.split()[5] for line in Path("/proc/locks").read_text().splitlines() if "FLOCK" in line}
-        files = [
-            file.stat() for pid in self.pids.values() for file in Path(f"/proc/{pid}/root/tmp").glob("toka-*.lock")
-        ]
-        return sum(f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}" in held for file in files)
-
-    def switch_off(self, host: int) -> None:
-        """Switch a host off; its /tmp stays, as a disk does."""
-        self.off = time.monotonic()
-        self.set_link(host, "down")
-        for pid in list_processes(self.pids[host]):
-            with suppress(ProcessLookupError):  # it has ended with another one
-                os.kill(pid, signal.SIGKILL)
-
-    def lose_raylet(self, host: int) -> None:
-        for pid, command in list_processes(self.pids[host]).items():
-            if command[0].endswith(b"/raylet"):
-                os.kill(pid, signal.SIGKILL)
-
-
 def run_hosts(options: argparse.Namespace) -> int:
     hosts = Hosts(ON_DISK if options.what == "back" else {})
     for host in hosts.pids:
         hosts.start_node(host)
         print(f"host {host} is up", file=sys.stderr, flush=True)
+    if options.what == "batch":
+        return lose_head_of_job(hosts)
     if options.what == "chaos":
         threading.Thread(target=hosts.keep_nodes, daemon=True).start()
     driver = [PYTHON, __file__, options.what, "--minutes", str(options.minutes), "--seed", str(options.seed)]
@@ -205,6 +126,41 @@ def run_hosts(options: argparse.Namespace) -> int:
     return code
 
 
+def lose_head_of_job(hosts: Hosts) -> int:
+    """Switch off the head under a job, start all nodes again when everything has ended, and run the job again."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:  # which all hosts share
+        folder = Path(name)
+        make_rows(folder)
+        command = hosts.enter(DRIVER, PYTHON, "-m", "tests.processes.ray_job", name)
+        environment = {**os.environ, **QUIET, "RAY_ADDRESS": "10.77.0.1:6379", "PYTHONPATH": str(Path.cwd())}
+        with (folder / "log").open("wb") as log:
+            run = partial(subprocess.Popen, command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            job = run()
+            wait_for(lambda: list_files(folder), "the first file")
+            hosts.switch_off(HEAD)
+            off, written = time.monotonic(), len(list_files(folder))
+            wait_for(lambda: not any(hosts.list_engines().values()), "the engines' end")
+            figures: dict[str, object] = {"files_before": written, "ended_after_s": round(time.monotonic() - off, 1)}
+            job.kill()
+            job.wait()
+            hosts.set_link(HEAD, "up")
+            for host in hosts.pids:
+                for pid in list_processes(hosts.pids[host]):
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                hosts.start_node(host)
+            code = run().wait()
+        check_rows(folder)
+        figures |= {
+            "code": code,
+            "rows": NUM_ROWS,
+            "computed": count_computed(folder),
+            "files": len(list_files(folder)),
+        }
+        print(json.dumps(figures), flush=True)
+        return code
+
+
 def carry_out(hosts: Hosts, words: list[str]) -> object:
     match words:
         case ["!link", host, state]:
@@ -226,66 +182,14 @@ def carry_out(hosts: Hosts, words: list[str]) -> object:
             return hosts.list_engines()
         case ["!locks"]:
             return hosts.count_locks()
+        case ["!lives"]:
+            return [life for pid in hosts.pids.values() for life in list_lives(pid)]
+        case ["!lose", pid]:
+            os.kill(int(pid), signal.SIGKILL)
+            return True
         case ["!kill", host, number]:
             return kill_one(hosts.pids[int(host)], int(number))
     return None
-
-
-def list_processes(init: int) -> dict[int, list[bytes]]:
-    """The processes of a host but its first, with their commands, by the ids that this machine knows them by."""
-    found = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended meanwhile, or the host has
-            words = (entry / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-            is_there = os.readlink(entry / "ns/pid") == os.readlink(f"/proc/{init}/ns/pid")
-            if is_there and words[0] and int(entry.name) != init:  # a zombie has no words
-                found[int(entry.name)] = words
-    return found
-
-
-def list_engines(init: int) -> dict[int, str]:
-    """The processes of a host's engines, with their names."""
-    found = {}
-    for pid, words in list_processes(init).items():
-        if b"toka_async.procs" in words:
-            found[pid] = words[-1].decode()
-        elif b"toka_async.cli" in words:
-            found[pid] = "parent"
-    return found
-
-
-def find_worker(engine: int) -> int:
-    """The worker that started an engine's parent."""
-    return int(Path(f"/proc/{engine}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def kill_one(pid: int, number: int) -> str:
-    """Kill a process of an engine, or its worker; returns which, or nothing."""
-    victims = list_engines(pid)
-    victims |= {find_worker(engine): "worker" for engine, name in victims.items() if name == "parent"}
-    if not victims:
-        return ""
-    victim = sorted(victims)[number % len(victims)]
-    os.kill(victim, signal.SIGKILL)
-    return victims[victim]
-
-
-def find_child(parent: int) -> int:
-    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    return int(children[0]) if children else 0
-
-
-def shell(command: str) -> None:
-    subprocess.run(command, shell=True, check=True)
-
-
-def wait_for(find: Callable[[], Found], what: str, seconds: float = MOST_WAIT) -> Found:
-    deadline = time.monotonic() + seconds
-    while not (found := find()):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} did not happen within {seconds:g} s")
-        time.sleep(0.1)
-    return found
 
 
 # ---- the driver's host ---------------------------------------------------------------------------------------------
@@ -341,7 +245,13 @@ class Storm:
         wait_for(lambda: self._ends.right > 10 * NUM_CLIENTS, "the first answers")
         self._figures["before"] = self._count()
         self._ends.longest_gap = 0.0
-        what = {"cut": self._cut, "head": self._lose_head, "back": self._lose_head_for_a_while, "chaos": self._rage}
+        what = {
+            "kill": self._kill_each,
+            "cut": self._cut,
+            "head": self._lose_head,
+            "back": self._lose_head_for_a_while,
+            "chaos": self._rage,
+        }
         what[self._options.what]()
         loop.call_soon_threadsafe(self._stopping.set)
         load.join()
@@ -397,6 +307,22 @@ class Storm:
                 self._ends.note(seed, answers[place])
 
     # ---- what happens
+
+    def _kill_each(self) -> None:
+        """Kill a process of each kind, each of another replica, and wait until that one serves again."""
+        self._fleet.scale(MOST_REPLICAS)
+        self._fleet.wait(timeout=MOST_WAIT)
+        for name, life in zip(VICTIMS, self._order("lives"), strict=False):
+            killed = time.monotonic()
+            self._order("lose", life[name])
+            lost = {*life.values()}
+            self._wait(lambda: not lost & {*self._list_processes()}, f"{name}_gone_after_s", killed)  # noqa: B023
+            self._wait(lambda: len(self._order("lives")) == MOST_REPLICAS, f"{name}_starts_after_s", killed)
+            self._wait(lambda: len(self._fleet.addresses()) == MOST_REPLICAS, f"{name}_back_after_s", killed)
+        self._finish()
+
+    def _list_processes(self) -> list[int]:
+        return [pid for pids in self._order("engines").values() for pid in pids]
 
     def _cut(self) -> None:
         """Cut off the host of a replica for a minute."""
