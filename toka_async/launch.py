@@ -19,7 +19,7 @@ from toka_async.checkpoint.generation import read_generation_defaults
 from toka_async.checkpoint.hub import resolve_model, resolve_tokenizer
 from toka_async.checkpoint.spec import ModelError, read_spec
 from toka_async.config import Config, ConfigError, ParallelConfig
-from toka_async.listening import check_direct, find_exposures, find_url, open_listener, raise_limits
+from toka_async.listening import check_admin, check_direct, find_exposures, find_url, open_listener, raise_limits
 from toka_async.logs import announce, configure_parent
 from toka_async.nodes.leading import open_leader
 from toka_async.procs.child import BatchJob, ChildSpec, Prepared, Resources, Started, Status
@@ -46,6 +46,7 @@ def serve(config: Config) -> int:
     """
     check_direct(config.zmq)
     tls, keys = tls_context(config.server), read_keys(config.auth, os.environ)
+    check_admin(config.server, has_keys=keys.have_admins)
     read_origins(config.auth, config.server.host)
     say, ranks = configure_parent(config.log.format), _Ranks(config.parallel)
     model_dir, tokenizer_dir = find_files(config)

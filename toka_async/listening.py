@@ -139,6 +139,15 @@ def _is_local(host: str) -> bool:
         return host == "localhost"
 
 
+def check_admin(server: ServerConfig, *, has_keys: bool) -> None:
+    """Raise ConfigError if others can reach the routes that change the model, and there are no keys of admins."""
+    if server.admin and not has_keys and not _is_local(server.host):
+        raise ConfigError(
+            f"server.admin: others can reach {server.host}: set auth.admin_keys or TOKA_ADMIN_KEYS, keys of those who "
+            "may change the model"
+        )
+
+
 def raise_limits() -> list[str]:
     """Raise the limit of open files as far as permitted; returns a line if it is too low for 8,192 connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

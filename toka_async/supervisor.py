@@ -37,7 +37,7 @@ from toka_async.procs.child import (
     Started,
     Status,
 )
-from toka_async.procs.launched import STATUSES, STOP_TIMEOUT, Child, Launch, RemoteChild
+from toka_async.procs.launched import STATUSES, STOP_TIMEOUT, Child, Launch, RemoteChild, kill_all
 from toka_async.restarts import Restarts
 
 ECHO = 1.0  # seconds within which a second signal is the same one, sent to the parent and to its group
@@ -215,12 +215,13 @@ class Supervisor:
 
     def _lose(self, replica: int, reason: str) -> None:
         """Kill the rest of the replica, let the server end its requests, and schedule a restart."""
-        for child in [child for child in self._children if child.replica == replica]:
+        lost = [child for child in self._children if child.replica == replica]
+        for child in lost:
             if isinstance(child, Child):
                 self._selector.unregister(child.status_fd)
             self._children.remove(child)
             self._beats.forget(child.name)
-            child.kill()
+        kill_all(lost)
         delay = self._restarts.note_lost(replica)
         self._say(f"{reason}; replica {replica} is restarted in {delay:g} s", logging.ERROR)
         self._children[0].order(Lost(replica, self._restarts.life(replica), reason))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, TypedDict, Unpack
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from tests.drivers.page_rank import PageRank
 from toka_async.arrays import as_f32, as_i32, column, i32_column
+from toka_async.control import AnyAction, Control, ControlDone
 from toka_async.messages import (
     Cancels,
     EndSample,
@@ -42,6 +44,8 @@ class Sample:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_ids: list[list[int]] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)  # of the weights, for each token
     reason: Reason = Reason.NONE
     num_rows: int = 0
 
@@ -96,6 +100,9 @@ class CoreDriver:
         self.stop_checks: list[tuple[int, int, int, list[int]]] = []
         self.stats = Stats()
         self.step_sizes: list[int] = []
+        self.done: dict[int, ControlDone] = {}
+        self.num_controls = 0
+        self.carry_out: Callable[[Control], ControlDone] = lambda order: ControlDone(number=order.number)
         self._codec: Codec[ToRank] = Codec(ToRank)
 
     def submit(self, message: Submit) -> Received:
@@ -142,12 +149,30 @@ class CoreDriver:
         self.core.end_sample(EndSample(request_id=request_id, sample=sample, num_tokens=num_tokens))
         self.collect()
 
+    def control(self, action: AnyAction) -> int:
+        """Returns the number under which `done` has the answer, now or later."""
+        self.num_controls += 1
+        self.core.receive(Control(number=self.num_controls, action=action), 0.0)
+        self.collect()
+        return self.num_controls
+
+    def obey(self) -> None:
+        """The rank carries out what it is told between steps."""
+        while (order := self.core.next_order()) is not None:
+            message = self._codec.decode(self._codec.encode(order))
+            assert isinstance(message, Control)
+            self.core.complete_order(self.carry_out(message))
+            self.collect()
+
     def build(self) -> None:
         """Queue the steps that the core wants queued, as bytes."""
         for step in self.core.next_steps(0.0):
             data = self._codec.encode(step)
             self.step_sizes.append(len(data))
-            self.queued.extend(self._codec.decode(data).passes())
+            message = self._codec.decode(data)
+            assert isinstance(message, Step)
+            self.queued.extend(message.passes())
+        self.obey()
         self.collect()
 
     def complete(self) -> None:
@@ -198,6 +223,9 @@ class CoreDriver:
                     self.stop_checks.append((request, sample, count, window.tolist()))
             case Stats():
                 self.stats = message
+            case ControlDone():
+                assert message.number not in self.done
+                self.done[message.number] = message
 
     def _take_tokens(self, message: Tokens) -> None:
         counts = as_i32(message.counts)
@@ -205,11 +233,20 @@ class CoreDriver:
         tops = as_i32(message.top_ids).reshape(ids.size, -1) if message.num_logprobs > 0 and ids.size else None
         at = 0
         rows = zip(as_i32(message.request_ids), as_i32(message.samples), as_i32(message.reasons), counts, strict=True)
-        for request_id, index, reason, count in rows:
+        spans: dict[int, list[tuple[int, int]]] = {}
+        for row, end, number in as_i32(message.spans).reshape(-1, 3).tolist():
+            spans.setdefault(row, []).append((end, number))
+        for row, (request_id, index, reason, count) in enumerate(rows):
+            versions: list[str] = []
+            for end, number in [*spans.get(row, ()), (int(count), 0)]:
+                assert end <= count
+                versions += [message.versions[number]] * (end - len(versions))
             assert int(request_id) not in self.cancelled
             sample = self.received[int(request_id)].samples[int(index)]
             assert sample.reason == Reason.NONE, "a sample ends once"
             sample.token_ids += ids[at : at + count].tolist()
+            sample.versions += versions
+            sample.kept += as_i32(message.kept)[at : at + count].tolist()
             if message.num_logprobs >= 0:
                 sample.logprobs += logprobs[at : at + count].tolist()
             if tops is not None:

@@ -47,6 +47,7 @@ class Engine:
         batch_invariant: bool = False,
         quantize: str = "none",
         cache_dtype: str = "auto",
+        can_sleep: bool = False,
         **options: Unpack[CoreOptions],
     ) -> None:
         min_seqs = options.get("group_min_seqs", 0)
@@ -62,15 +63,18 @@ class Engine:
                 page_size=page_size,
                 num_tokens=num_tokens,
                 dtype=cache_dtype,  # type: ignore[arg-type]
+                can_sleep=can_sleep,
             ),
             schedule=ScheduleConfig(max_seqs=max_seqs, max_tokens=max_tokens, group_min_seqs=min_seqs),
             attention=AttentionConfig(backend=backend),  # type: ignore[arg-type]
             graphs=GraphsConfig(enabled=max_graph_seqs > 0, max_rows=max(1, max_graph_seqs)),
             tuning=TuningConfig(dir=tuning_dir),
         )
-        self.runner = RunnerFactory(model_dir, read_spec(model_dir, quantize), config).build()
-        rank = self.runner
+        factory = RunnerFactory(model_dir, read_spec(model_dir, quantize), config)
+        self.runner = rank = factory.build()
+        self.control = factory.make_control(rank, 0, 0)
         self.driver = CoreDriver(rank.ready, max_tokens=max_tokens, rank=rank, until_full=until_full, **options)
+        self.driver.carry_out = self.control.run
 
     def run(self, prompts: Sequence[Sequence[int]], **fields: object) -> list[Received]:
         """Submit all prompts together and run them to their ends."""

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -58,7 +61,9 @@ def _rank(folder: Path, rank: int, checkpoints: dict[int, list[Path]]) -> None:
     for num_nodes in (1, 2):
         place = RankCoords(rank % 2, 2, rank // 2, 2, num_micro_batches=1, num_nodes=num_nodes)
         links = build_links(make_pairs(place, CPU), tensor, 3, torch.float32, 7, 5)
-        torch.save(stage_answers(links, rank if num_nodes == 1 else rank // 2), folder / f"stage-{num_nodes}-{rank}")
+        with counting_sends() as sent:
+            received = stage_answers(links, rank if num_nodes == 1 else rank // 2)
+        torch.save((received, sent), folder / f"stage-{num_nodes}-{rank}")
     dist.destroy_process_group()
 
 
@@ -107,6 +112,20 @@ def model_answers(decoder: Decoder, comm: DistributedComm) -> dict[str, torch.Te
 def make_residuals(length: int, number: int, sender: int) -> Tensor:
     """Residuals whose rows differ."""
     return (100.0 * torch.arange(length) + 10 * number + sender)[:, None].expand(length, 3).clone()
+
+
+@contextmanager
+def counting_sends() -> Iterator[dict[torch.dtype, int]]:
+    """The bytes that links send meanwhile, by dtype."""
+    sent: dict[torch.dtype, int] = {}
+    send = dist.isend
+
+    def count(tensor: Tensor, **where: Any) -> dist.Work | None:
+        sent[tensor.dtype] = sent.get(tensor.dtype, 0) + tensor.nbytes
+        return send(tensor, **where)
+
+    with patch.object(dist, "isend", count):
+        yield sent
 
 
 @torch.inference_mode()

@@ -21,11 +21,11 @@ examples.enabled = false
 stateful.enabled = false
 
 [[operations]]  # boundaries of every field; those of the first have the fields of the others
-exclude-operation-id = ["createChatCompletion", "createChatCompletions"]
+exclude-operation-id = ["createChatCompletion", "createChatCompletions", "generate", "generateTokens"]
 phases.fuzzing.enabled = false
 
 [[operations]]
-include-operation-id = ["createChatCompletion", "createChatCompletions"]
+include-operation-id = ["createChatCompletion", "createChatCompletions", "generate", "generateTokens"]
 phases.coverage.enabled = false
 generation.max-examples = 1
 """

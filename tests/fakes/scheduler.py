@@ -8,10 +8,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
-from toka_async.arrays import as_bool, as_i32, f32_column, i32_column
+from toka_async.arrays import Int32, as_bool, as_i32, f32_column, i32_column
+from toka_async.control import (
+    AbandonUpdate,
+    Abort,
+    Checksum,
+    Control,
+    ControlDone,
+    LoadTensors,
+    PartSum,
+    Pause,
+    PauseMode,
+    Resume,
+)
 from toka_async.messages import (
     GAP_SECONDS,
     AskStats,
@@ -54,6 +67,7 @@ class FakeSample:
     sent: int = 0
     reason: Reason = Reason.NONE
     ends_at: int | None = None
+    versions: list[str] = field(default_factory=list)  # of each token
 
 
 @dataclass
@@ -71,6 +85,7 @@ class FakeScheduler:
         held: with it, steps happen only by calls of `step`.
 
     Attributes:
+        version: of the weights that generate tokens.
         log: messages, as they came. submits, cancelled: the requests of those messages, one by one.
 
     Questions for its counts are answered at once, held or not, unless it is `silent`.
@@ -86,6 +101,13 @@ class FakeScheduler:
         self.cancelled: list[int] = []
         self.fail_with: str | None = None
         self.silent = False
+        self.paused: PauseMode | None = None
+        self.control_error = ""
+        self.version = "default"
+        self.failing_act = ""  # the only one that fails; empty: all do
+        self.num_written = 0
+        self.weights = 5
+        self.acts: list[str] = []
         self.held = held
         self.generated = 0
         self.gaps = 0
@@ -122,14 +144,14 @@ class FakeScheduler:
         for message in self._inbox.drain():
             self.log.append(message)
             self._take(message)
-        for request_id, request in list(self.requests.items()):
+        for request_id, request in [] if self.paused else list(self.requests.items()):
             self._prefill(request_id, request)
             self._generate(request_id, request)
             if all(sample.reason is not Reason.NONE for sample in request.samples):
                 del self.requests[request_id]
         self._replies.send(self._stats())
         self.deliver(self._replies.drain())
-        if self.requests:
+        if self.requests and not self.paused:
             self._schedule()
 
     def _stats(self) -> Stats:
@@ -164,6 +186,36 @@ class FakeScheduler:
             case EndSample():
                 if request := self.requests.get(message.request_id):
                     request.samples[message.sample].ends_at = message.num_tokens
+            case Control():
+                self._replies.send(self._control(message))
+
+    def _control(self, message: Control) -> ControlDone:
+        count = self.num_written if isinstance(message.action, LoadTensors) else 0
+        self.acts.append(type(message.action).__name__)
+        sums = (PartSum("w", "0+1", self.weights),) if isinstance(message.action, Checksum) else ()
+        match message.action:
+            case Pause(mode=mode):
+                self.paused = mode
+                count = self._abort([*self.requests] if mode == "abort" else [])
+            case Resume():
+                self.paused = None
+            case Abort(request_ids=ids, everything=everything):
+                count = self._abort([*self.requests] if everything else as_i32(ids).tolist())
+            case AbandonUpdate():
+                self.paused = self.paused or "keep"
+        error = self.control_error if self.failing_act in ("", self.acts[-1]) else ""
+        replica, life = (self._ready.replica, self._ready.life) if self._ready else (0, 0)
+        return ControlDone(number=message.number, replica=replica, life=life, count=count, error=error, sums=sums)
+
+    def _abort(self, request_ids: list[int]) -> int:
+        found = [request_id for request_id in request_ids if request_id in self.requests]
+        for request_id in found:
+            request = self.requests.pop(request_id)
+            for index, sample in enumerate(request.samples):
+                if sample.reason is Reason.NONE:
+                    sample.reason = Reason.ABORT
+                    self._send_row(request_id, request, index)
+        return len(found)
 
     def _submit(self, submit: Submit) -> None:
         self.submits.append(submit)
@@ -203,6 +255,7 @@ class FakeScheduler:
                 continue
             if sample.done < len(sample.planned):
                 sample.done += 1
+                sample.versions.append(self.version)
                 self.generated += 1
                 self.gaps += sample.done > 1
             last = sample.planned[sample.done - 1] if sample.done else -1
@@ -234,8 +287,13 @@ class FakeScheduler:
     def _send_row(self, request_id: int, request: FakeRequest, index: int) -> None:
         sample, width = request.samples[index], request.submit.sampling.num_logprobs
         ids = np.array(sample.planned[sample.sent : sample.done], dtype=np.int32)
+        versions = sample.versions[sample.sent : sample.done] or [self.version]
+        names = list(dict.fromkeys(reversed(versions)))
+        pairs = enumerate(pairwise(versions), start=1)
+        spans = [(0, end, names.index(version)) for end, (version, following) in pairs if version != following]
         sample.sent = sample.done
         top = top_of(ids, max(width, 0))
+        kept = kept_of(ids) if request.submit.sampling.wants_kept else ids[:0]
         self._replies.send(
             Tokens(
                 request_ids=i32_column([request_id]),
@@ -247,8 +305,17 @@ class FakeScheduler:
                 logprobs=f32_column(select_logprobs(ids)) if width >= 0 else memoryview(b""),
                 top_ids=i32_column(top.ravel()),
                 top_logprobs=f32_column(select_logprobs(top.ravel())),
+                kept=i32_column(kept),
+                masses=f32_column(1 / kept),
+                versions=tuple(names),
+                spans=i32_column([number for span in spans for number in span]),
             )
         )
+
+
+def kept_of(ids: Int32) -> Int32:
+    """How many tokens filters keep where these are drawn, which follows from the id."""
+    return ids % 7 + 1
 
 
 def select_logprobs(

@@ -52,6 +52,21 @@ def test_greedy_tokens_equal_the_reference(tmp_path: Path, tp: int, options: tup
     check_greedy(folder, answers)
 
 
+@pytest.mark.parametrize("options", [("graphs.enabled=false",), (SHARDS,), ("model.dtype=bfloat16",)], ids=str)
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_experts_on_two_gpus(tmp_path: Path, family: str, ep: int, options: tuple[str, ...]) -> None:
+    """Each GPU has a part of every expert, or every second expert whole, whose rows it gets from the other GPU."""
+    folder = make_folder(tmp_path, family)
+    with serving(tmp_path, *served(folder, 2), f"parallel.ep={ep}", *options) as server:
+        answers, again = ask_all(server), ask_all(server)
+        assert server.metric("compiles_total") == 0
+    if "model.dtype=bfloat16" in options:
+        assert [len(ids) for ids in answers] == [len(ids) for ids in again]  # roundings choose other experts
+    else:
+        check_greedy(folder, answers)
+
+
 @pytest.mark.parametrize("options", [(ALL_WHOLE,), (ALL_WHOLE, "graphs.enabled=false"), (SHARDS,)], ids=str)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_sampled_tokens_equal_those_of_one_gpu(tmp_path: Path, tp: int, options: tuple[str, ...]) -> None:
@@ -80,8 +95,8 @@ def need_gpus(number: int) -> None:
         pytest.skip(f"needs {number} CUDA devices")
 
 
-def make_folder(tmp_path: Path) -> Path:
-    family, shape = SHAPES["llama"]
+def make_folder(tmp_path: Path, name: str = "llama") -> Path:
+    family, shape = SHAPES[name]
     return make_checkpoint(tmp_path / "model", family, seed=2, **shape)
 
 

@@ -112,9 +112,13 @@ class ClusterServing(Serving):
 def starting(
     folder: Path, size: int, *overrides: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[Cluster]:
-    """A cluster of which only the leader runs; all of it is gone afterwards."""
+    """A cluster of which only the leader runs; all of it is gone afterwards. A failure shows what all machines said."""
     cluster = Cluster(folder, size, *overrides, environment=environment)
     try:
         yield cluster
+    except BaseException:
+        for name in ("leader", *(f"agent-{index}" for index in cluster.agents)):
+            print(f"---- {name}\n{cluster.said(name)}")
+        raise
     finally:
         cluster.close()

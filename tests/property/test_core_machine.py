@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.drivers.core import CoreDriver, CoreOptions, Received
 from tests.drivers.page_rank import PageRank, expected, prompt_score, submit
 from toka_async.arrays import as_f32, as_i32, i32_column
+from toka_async.control import Abort, Pause, PauseMode, ResetPrefixCache, Resume
 from toka_async.messages import Ready, Reason, Step, StepDone, TokenSampling
 from toka_async.scheduler.step_budget import StepLimits
 
@@ -65,6 +66,8 @@ class CoreMachine(RuleBasedStateMachine):
         rank = TimedPageRank(ready)
         self.driver = CoreDriver(ready, max_tokens=max_seqs + extra_tokens, rank=rank, until_full=until_full, **options)
         self.ends_asked: dict[tuple[int, int], int] = {}
+        self.aborted: set[int] = set()
+        self.pauses: list[int] = []
 
     @rule(
         prompt=st.lists(st.integers(0, 2), min_size=1, max_size=14),
@@ -138,6 +141,33 @@ class CoreMachine(RuleBasedStateMachine):
             self.driver.end(request_id, index, count)
             assert sample.reason == Reason.STOP_STRING
 
+    @rule(mode=st.sampled_from(["abort", "wait", "keep", "retract"]))
+    def pause(self, mode: PauseMode) -> None:
+        if mode == "abort":
+            self.aborted.update(self.open_ids())
+        self.pauses.append(self.driver.control(Pause(mode=mode)))
+        assert mode != "abort" or not self.driver.core.num_requests
+
+    @rule()
+    def resume(self) -> None:
+        number = self.driver.control(Resume())
+        assert not self.driver.done[number].error
+        assert set(self.pauses) <= self.driver.done.keys()
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.driver.control(ResetPrefixCache())
+
+    @rule(data=st.data(), count=st.integers(1, 5))
+    @precondition(lambda self: self.open_ids())
+    def abort(self, data: st.DataObject, count: int) -> None:
+        open_ids = self.open_ids()
+        chosen = data.draw(st.lists(st.sampled_from(open_ids), max_size=count, unique=True))
+        number = self.driver.control(Abort(request_ids=i32_column(chosen)))
+        self.aborted.update(chosen)
+        assert self.driver.done[number].count == len(chosen)
+        assert all(self.driver.received[each].ended for each in chosen)
+
     @rule()
     def build(self) -> None:
         self.driver.build()
@@ -160,10 +190,19 @@ class CoreMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "driver"):
+            self.settle()
+            self.driver.control(Resume())
             self.driver.drain()
+            assert set(self.pauses) <= self.driver.done.keys()
             for request_id, received in self.driver.received.items():
                 if request_id not in self.driver.cancelled:
                     self.verify(request_id, received)
+
+    def settle(self) -> None:
+        """A pause is complete once the steps that were queued have come back, and nothing is built any more."""
+        while self.driver.turn():
+            pass
+        assert set(self.pauses) <= self.driver.done.keys()
 
     def open_ids(self) -> list[int]:
         driver = self.driver
@@ -175,11 +214,13 @@ class CoreMachine(RuleBasedStateMachine):
         prompt = as_i32(message.prompt)
         total = prompt.size + message.max_tokens
         pages = -(-total // ready.page_size) + (message.n > 1)
-        assert (received.failed is not None) == (pages > ready.num_pages or total > ready.max_context)
+        is_scored = request_id in self.aborted and message.sampling.num_prompt_logprobs >= 0
+        if not (is_scored and received.failed):
+            assert (received.failed is not None) == (pages > ready.num_pages or total > ready.max_context)
         if received.failed is not None:
             return
-        assert received.prefilled is not None
-        if message.sampling.num_prompt_logprobs >= 0:
+        assert received.prefilled is not None or request_id in self.aborted
+        if received.prefilled is not None and message.sampling.num_prompt_logprobs >= 0:
             scores = [prompt_score(prompt, i) for i in range(1, prompt.size)]
             assert as_f32(received.prefilled.logprobs).tolist() == scores
             assert as_i32(received.prefilled.ranks).tolist() == (prompt[1:] + 1).tolist()
@@ -187,6 +228,12 @@ class CoreMachine(RuleBasedStateMachine):
         for index, sample in enumerate(received.samples):
             tokens = expected(prompt, message.seed, index, message.max_tokens, set(ENDS), VOCAB)
             asked = self.ends_asked.get((request_id, index))
+            if sample.reason == Reason.ABORT:
+                assert request_id in self.aborted
+                assert sample.token_ids == tokens[: len(sample.token_ids)]
+                assert len(sample.logprobs) == (len(sample.token_ids) if message.sampling.num_logprobs >= 0 else 0)
+                assert message.stream or sample.num_rows == 1
+                continue
             if sample.reason == Reason.STOP_STRING:
                 assert asked is not None
                 assert sample.token_ids[:asked] == tokens[:asked]

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "toka_async"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 CORE = {  # L0; "": the package
-    *("", "config", "topology", "messages", "arrays"),
+    *("", "config", "topology", "messages", "arrays", "control"),
     *("protocol", "logs", "log_writer", "bar"),
 }
 FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and itself
@@ -24,7 +24,7 @@ FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and it
     "text": set(),
     "scheduler": set(),
     "transport": set(),
-    "client": {"transport"},
+    "client": {"transport", "transfer"},
     "listening": set(),
     "socket_folder": set(),
     "gpu_lock": set(),
@@ -32,12 +32,15 @@ FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and it
     "nodes": {"transport"},
     "tables": set(),
     "kernels": set(),
-    "attention": {"checkpoint", "kernels"},
+    "memory": set(),
+    "attention": {"checkpoint", "kernels", "memory"},
     "model": {"checkpoint", "attention", "kernels"},
     "server": {"openai", "text", "transport", "batches", "checkpoint"},
     "runner": {"checkpoint", "model", "attention", "kernels"},
     "tuning": {"checkpoint", "model", "attention", "kernels", "runner"},
-    "startup": {"checkpoint", "model", "attention", "kernels", "runner", "tuning"},
+    "transfer": set(),
+    "weights": {"checkpoint", "memory", "model", "transfer"},
+    "startup": {"checkpoint", "model", "attention", "kernels", "runner", "tuning", "weights"},
 }
 FAMILIES["procs"] = set(FAMILIES) - {"client"}
 FAMILIES[""] = {"llm"}  # for type checkers only: the package loads its names when they are used

@@ -9,7 +9,15 @@ import pytest
 from toka_async import listening
 from toka_async.config import ConfigError, ServerConfig, ZmqConfig
 from toka_async.config.sections import LONGEST
-from toka_async.listening import Delays, check_direct, find_exposures, find_url, open_listener, raise_limits
+from toka_async.listening import (
+    Delays,
+    check_admin,
+    check_direct,
+    find_exposures,
+    find_url,
+    open_listener,
+    raise_limits,
+)
 
 TIMEOUT = 60.0  # seconds
 
@@ -136,3 +144,17 @@ def test_one_key_without_the_others_is_told() -> None:
 )
 def test_what_others_can_reach(host: str, certificate: str, has_keys: bool, count: int) -> None:
     assert len(find_exposures(ServerConfig(host=host, tls_cert=certificate), has_keys=has_keys)) == count
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "llm.example.org", "10.0.0.1"])
+def test_others_may_not_change_the_model_without_a_key(host: str) -> None:
+    server = ServerConfig(host=host, admin=True)
+    with pytest.raises(ConfigError, match=r"^server\.admin: others can reach .* auth\.admin_keys or TOKA_ADMIN_KEYS"):
+        check_admin(server, has_keys=False)
+    check_admin(server, has_keys=True)
+    check_admin(ServerConfig(host=host), has_keys=False)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_on_this_machine_no_admin_needs_a_key(host: str) -> None:
+    check_admin(ServerConfig(host=host, admin=True), has_keys=False)

@@ -53,6 +53,13 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         Literal["auto", "none"],
         Meta(description="sampling defaults; auto: those of the model's generation_config.json; none: OpenAI's"),
     ] = "auto"
+    logprobs_mode: Annotated[
+        Literal["raw", "temperature", "processed"],
+        Meta(
+            description="distribution of log-probs for requests that do not say; raw: the model's; temperature: after "
+            "penalties and temperature; processed: after top_k, top_p and min_p too"
+        ),
+    ] = "raw"
     chat_template: Annotated[str, Meta(description="file with a jinja chat template; empty: the tokenizer's")] = ""
 
     @property
@@ -70,6 +77,14 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         str,
         Meta(description="folder for uploaded files and batches, used by one server only; empty: no Files and Batches"),
     ] = ""
+    admin: Annotated[
+        bool,
+        Meta(description="open the routes by which RL trainers pause the engine and change the model's weights"),
+    ] = False
+    control_timeout: Annotated[
+        float,
+        Meta(gt=0, le=LONGEST, description="seconds that a trainer's action may take, or an update wait for the next"),
+    ] = 300.0
     page: Annotated[bool, Meta(description="serve a page at / that shows what the server does")] = True
     vllm_metrics: Annotated[
         bool, Meta(description="repeat metrics at /metrics under vLLM's names, such as vllm:num_requests_running")
@@ -114,6 +129,9 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
         float, Meta(ge=0, le=2**31, description="seconds after its arrival when a request ends with 504; 0: no limit")
     ] = 0.0
     max_n: Annotated[int, Meta(ge=1, description="most samples (n) of one request")] = 16384
+    max_logprobs: Annotated[
+        int, Meta(ge=-1, description="most likeliest tokens that a request may ask for at a place; -1: the vocabulary")
+    ] = 20
     max_body_mb: Annotated[int, Meta(ge=1, description="largest request body, in MiB")] = 64
     max_bodies_mb: Annotated[
         Count | Auto,
@@ -166,6 +184,13 @@ class AuthConfig(Section, frozen=True, kw_only=True):
             "has access"
         ),
     ] = ""
+    admin_keys: Annotated[
+        str,
+        Meta(
+            description="file with the API keys that may change the model, besides those in TOKA_ADMIN_KEYS; needed "
+            "by server.admin unless server.host is a loopback address"
+        ),
+    ] = ""
     key_max_requests: Annotated[
         int, Meta(ge=0, description="limits.max_requests for each API key without a limit of its own; 0: no limit")
     ] = 0
@@ -215,6 +240,13 @@ class ZmqConfig(Section, frozen=True, kw_only=True):
         str, Meta(description="file with the server's secret key, made by `toka-async keys`; empty: no encryption")
     ] = ""
     clients: Annotated[str, Meta(description="folder with the public keys of the clients that may connect")] = ""
+    admins: Annotated[
+        str,
+        Meta(
+            description="folder with the public keys of those of zmq.clients that may control the engine, with "
+            "server.admin; without zmq.key all clients may"
+        ),
+    ] = ""
     insecure: Annotated[bool, Meta(description="allow a zmq.bind that others can reach without keys")] = False
     max_connections: Annotated[
         Count | Auto, Meta(description="most ZeroMQ connections; auto: 2048, or a quarter of the open files allowed")
@@ -275,6 +307,9 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     memory_fraction: Annotated[
         float, Meta(gt=0, le=1, description="share of the GPU's memory for weights, activations and KV cache")
     ] = 0.9
+    can_sleep: Annotated[
+        bool, Meta(description="on a GPU: place the cache so that its memory can be given back while the engine sleeps")
+    ] = False
     prefix: Annotated[bool, Meta(description="reuse the cached pages of earlier prompts (prefix caching)")] = True
 
 
@@ -294,7 +329,7 @@ class ScheduleConfig(Section, frozen=True, kw_only=True):
         Annotated[float, Meta(ge=0, le=60000)] | Auto,
         Meta(
             description="milliseconds of a step that computes prompts, as far as can be foretold and decoding leaves "
-            "time; auto: 40 while a client reads a stream, else 125; 0: no limit"
+            "time; auto: 125, and while a client reads a stream 40 or eight steps without prompts; 0: no limit"
         ),
     ] = "auto"
     steps_ahead: Annotated[
@@ -404,7 +439,7 @@ class GraphsConfig(Section, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=0, le=32768)] | Auto,
         Meta(
             description="tokens of the largest captured step with prompts; 0: none is captured; auto: up to 4096, as "
-            "many as one percent of the GPU's memory holds"
+            "many as two percent of the GPU's memory holds"
         ),
     ] = "auto"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -90,16 +90,38 @@ def load_weights(decoder: Decoder, model_dir: Path, show: Show = show_nothing) -
     parts = dict(decoder.parts())
     missing = set(parts)
     done, total = 0, sum(part.target.nbytes for part in parts.values())
-    for path in weight_files(model_dir):
-        for name in _load_file(path, parts, decoder.part):
-            missing.discard(name)
-            done += parts[name].target.nbytes
-            show(_count_mebibytes(done), _count_mebibytes(total), "MiB loaded")
+    for name in load_tensors(decoder, model_dir):
+        missing.discard(name)
+        done += parts[name].target.nbytes
+        show(_count_mebibytes(done), _count_mebibytes(total), "MiB loaded")
     if missing:
         name = min(missing)
         shape = list(parts[name].shape)
         more = f" (and {len(missing) - 1} more tensors)" if len(missing) > 1 else ""
         raise ModelError(f"{model_dir}: tensor {name} of shape {shape} is missing from the weights{more}")
+
+
+def load_tensors(decoder: Decoder, model_dir: Path) -> Iterator[str]:
+    """Writes what the files have of the decoder's tensors; gives the name of each. Raises ModelError as `load_weights`.
+
+    Some may be missing.
+    """
+    parts = dict(decoder.parts())
+    for path, name, tensor in _open_tensors(decoder, parts, model_dir):
+        parts[name].write(_read(path, name, parts[name], tensor))
+        yield name
+
+
+def check_tensors(decoder: Decoder, model_dir: Path) -> set[str]:
+    """Returns the names of what `load_tensors` would write, of which only shapes and types are read.
+
+    Raises ModelError.
+    """
+    parts, found = dict(decoder.parts()), set[str]()
+    for path, name, tensor in _open_tensors(decoder, parts, model_dir):
+        _check(path, name, parts[name], tensor)
+        found.add(name)
+    return found
 
 
 def _count_mebibytes(size: int) -> int:
@@ -136,29 +158,34 @@ def _name_within(index: Path, name: object) -> str:
     return name
 
 
-def _load_file(path: Path, parts: dict[str, WeightPart], stage: StagePart) -> Iterator[str]:
-    """Copies the file's tensors into place; gives the name of each."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                part = parts.get(name)
-                if part is None:
-                    _check_unexpected(path, name, stage)
-                    continue
-                part.write(_read(path, name, part, file.get_slice(name)))
-                yield name
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path}: is not a readable safetensors file ({error}); download it again") from None
+def _open_tensors(
+    decoder: Decoder, parts: Mapping[str, WeightPart], model_dir: Path
+) -> Iterator[tuple[Path, str, Any]]:
+    """Yields the file, name and slice of each tensor that has a place."""
+    for path in weight_files(model_dir):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                    if name in parts:
+                        yield path, name, file.get_slice(name)
+                    else:
+                        _check_unexpected(path, name, decoder.part)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path}: is not a readable safetensors file ({error}); download it again") from None
 
 
 def _read(path: Path, name: str, part: WeightPart, tensor: Any) -> Tensor:
+    _check(path, name, part, tensor)
+    values: Tensor = tensor[part.indices]
+    return values
+
+
+def _check(path: Path, name: str, part: WeightPart, tensor: Any) -> None:
     shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
     if shape != part.shape:
         raise ModelError(f"{path}: tensor {name} has shape {list(shape)}, but config.json asks for {list(part.shape)}")
     if dtype not in part.dtypes:
         raise ModelError(f"{path}: tensor {name} is of type {dtype}; supported: {', '.join(part.dtypes)}")
-    values: Tensor = tensor[part.indices]
-    return values
 
 
 def _check_unexpected(path: Path, name: str, stage: StagePart) -> None:

@@ -68,9 +68,6 @@ class Machine:
     join: Join
     is_checked: bool = False
 
-    def describe(self) -> str:
-        return f"node {self.join.index} ({self.join.address}, {self.join.interface})"
-
 
 @dataclass(slots=True)
 class Preparation:
@@ -201,13 +198,13 @@ class Coordination:
             case RankGone(name=name):
                 if self._ranks.get(name) == node.join.index:
                     del self._ranks[name]
-                    self._leader.note_gone(name, f"{message.message} on {node.describe()}")
+                    self._leader.note_gone(name, f"{message.message} on {node.join.describe()}")
 
     def lose(self, peer: bytes) -> None:
         """A connection broke."""
         node = next((each for each in self._nodes.values() if each.peer == peer), None)
         if node is not None:
-            logger.error("%s was lost", node.describe())
+            logger.error("%s was lost", node.join.describe())
             self._forget(node)
 
     def _forget(self, node: Machine) -> None:
@@ -217,14 +214,14 @@ class Coordination:
             each.reset()
         for name in [name for name, where in self._ranks.items() if where == index]:
             del self._ranks[name]
-            self._leader.note_gone(name, f"{node.describe()} was lost, with {name}")
+            self._leader.note_gone(name, f"{node.join.describe()} was lost, with {name}")
 
     def _greet(self, peer: bytes, join: Join) -> None:
         node, size = Machine(peer, join), self._layout.nodes
         if not (0 <= join.index < size == join.size):
             self._refuse(node, f"it is node {join.index} of {join.size}, and the leader expects {size} nodes")
         elif join.index in self._nodes:
-            there = self._nodes[join.index].describe()
+            there = self._nodes[join.index].join.describe()
             self._send(peer, Refused(f"{there} has joined already", again=True))
         elif difference := find_difference(self._facts, join.facts):
             self._refuse(node, difference)
@@ -243,12 +240,12 @@ class Coordination:
         node.is_checked = True
         missing = self._find_missing()
         waits = f"; waiting for {describe_nodes(missing)}" if missing else ""
-        logger.info("%s has joined%s", node.describe(), waits)
+        logger.info("%s has joined%s", node.join.describe(), waits)
         self._advance()
 
     def _refuse(self, node: Machine, problem: str) -> None:
         """Refuse for good; a start that waits for this machine has failed."""
-        message = f"{node.describe()} cannot join: {problem}"
+        message = f"{node.join.describe()} cannot join: {problem}"
         self._send(node.peer, Refused(message))
         if self._has_placed:
             logger.error("%s", message)

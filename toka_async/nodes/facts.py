@@ -17,7 +17,10 @@ MOST_HEADER = 1 << 27  # bytes
 
 def collect_versions() -> dict[str, str]:
     """Collect the versions by name, without loading what they are of."""
-    installed = {each.name.lower(): each.version for each in metadata.distributions()}
+    installed: dict[str, str] = {}
+    for each in metadata.distributions():
+        if each.name:  # what an installation that broke off left has none
+            installed.setdefault(each.name.lower(), each.version)  # the first is imported
     facts = {name: installed.get(name, "none") for name in PACKAGES}
     facts["nccl"] = next((each for name, each in sorted(installed.items()) if name.startswith(NCCL)), "none")
     python = platform.python_version_tuple()

@@ -1,10 +1,11 @@
 """The connections between the leader and the agents of the machines: ZeroMQ over TCP with CURVE, watched for breaks.
 
-Each end learns at once when the other one's process dies, and after `timeout` seconds when its machine falls silent.
+Each end learns at once when the other one's process dies, and after a while when its machine falls silent.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,10 +13,16 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from toka_async.nodes.messages import ToLeader, ToNode
+from toka_async.nodes.secret import VARIABLE
 from toka_async.topology import SharedKeys
 from toka_async.transport.codec import Codec
 from toka_async.transport.life_sockets import admit_holders
 
+logger = logging.getLogger(__name__)
+
+# Seconds after which a silent machine is lost: for the leader where processes that hang are left alone, and for agents
+# that the leader has not told a shorter time yet.
+SILENT = 60.0
 RETRY_MS = 250  # between attempts to connect
 HANDSHAKE_MS = 10_000
 LAST_WORDS_MS = 1000  # for what was sent to leave when the link is closed
@@ -32,10 +39,10 @@ class NodeLinks:
 
     Args:
         listen_fd: a socket that listens at `address`.
-        timeout: seconds after which a silent machine is lost; 0: never.
+        hang_timeout: seconds after which a silent machine is lost; 0: SILENT, since it would never be missed otherwise.
     """
 
-    def __init__(self, address: str, listen_fd: int, keys: SharedKeys, timeout: float) -> None:
+    def __init__(self, address: str, listen_fd: int, keys: SharedKeys, hang_timeout: float) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
         self._authenticator = admit_holders(self._context, keys)
         self.socket: zmq.Socket[Any] = self._context.socket(zmq.ROUTER)
@@ -43,16 +50,16 @@ class NodeLinks:
         self.socket.setsockopt(zmq.USE_FD, listen_fd)
         self.socket.curve_server = True
         set_link_options(self.socket, keys, address)
-        if timeout:
-            # The third makes agents notice the leader's silence as well. A break is seen a quarter later at most.
-            self.socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(timeout * 250)))
-            self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(timeout * 750)))
-            self.socket.setsockopt(zmq.HEARTBEAT_TTL, min(6_553_500, max(100, int(timeout * 750))))
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        timeout = hang_timeout or SILENT
+        set_heartbeats(self.socket, timeout)
+        # Makes agents notice the leader's silence as well.
+        self.socket.setsockopt(zmq.HEARTBEAT_TTL, min(6_553_500, max(100, int(timeout * 750))))
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
         self.socket.bind(address)
         self._decoder: Codec[ToLeader] = Codec(ToLeader)
         self._encoder: Codec[ToNode] = Codec(ToNode)
         self._peers: dict[int, bytes] = {}  # by descriptor
+        self._has_warned = False
 
     def send(self, peer: bytes, message: ToNode) -> None:
         """Send, unless the connection has broken."""
@@ -77,9 +84,17 @@ class NodeLinks:
 
     def _take_breaks(self) -> Iterator[tuple[bytes, None]]:
         while self.monitor.poll(0):
-            descriptor = recv_monitor_message(self.monitor)["value"]
-            if (peer := self._peers.pop(descriptor, None)) is not None:
+            event = recv_monitor_message(self.monitor)
+            if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                if event["value"] == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+                    self._warn()
+            elif (peer := self._peers.pop(event["value"], None)) is not None:
                 yield peer, None
+
+    def _warn(self) -> None:
+        if not self._has_warned:  # it may be tried again and again
+            logger.warning("a node with another key asked to join: %s must be the same on all nodes", VARIABLE)
+            self._has_warned = True
 
     def close(self) -> None:
         """Close when what was sent has left, at most after LAST_WORDS_MS."""
@@ -97,6 +112,7 @@ class LeaderLink:
         self.socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.RECONNECT_IVL, RETRY_MS)
         self.socket.curve_serverkey = keys.public.encode()
+        set_heartbeats(self.socket, SILENT)
         set_link_options(self.socket, keys, address)
         self.monitor = self.socket.get_monitor_socket()
         self.socket.connect(address)
@@ -138,6 +154,12 @@ class LeaderLink:
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close(linger)
+
+
+def set_heartbeats(socket: zmq.Socket[Any], timeout: float) -> None:
+    """Have connections break after so many seconds of silence: questions are a quarter apart."""
+    socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(timeout * 250)))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(timeout * 750)))
 
 
 def set_link_options(socket: zmq.Socket[Any], keys: SharedKeys, address: str) -> None:

@@ -26,6 +26,9 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     facts: dict[str, str]
     settings: dict[str, str] | None = None
 
+    def describe(self) -> str:
+        return f"node {self.index} ({self.address}, {self.interface})"
+
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """Leader -> agent: it cannot join. again: it may ask again soon."""

@@ -86,14 +86,20 @@ def select_given_fields(fields: dict[str, Any], kind: type[WireRequest], where: 
     """Checks fields as `check_fields` does, also those of the objects inside."""
     given = check_fields(fields, kind.__struct_encode_fields__, kind.unsupported, where)
     for name, inner in find_objects(kind).items():
-        if isinstance(value := given.get(name), dict):
+        value = given.get(name)
+        if isinstance(value, dict):
             given[name] = select_given_fields(value, inner, f"{where}{name}.")
+        elif isinstance(value, list):
+            given[name] = [
+                select_given_fields(each, inner, f"{where}{name}[{place}].") if isinstance(each, dict) else each
+                for place, each in enumerate(value)
+            ]
     return given
 
 
 @cache
 def find_objects(kind: type[WireRequest]) -> dict[str, type[WireRequest]]:
-    """The fields of a request that are objects with fields of their own."""
+    """The fields of a request that are objects with fields of their own, or lists of such objects."""
     inside = {field.encode_name: (field.type, *get_args(field.type)) for field in msgspec.structs.fields(kind)}
     types = {name: [each for each in given if isinstance(each, type)] for name, given in inside.items()}
     return {name: each for name, given in types.items() for each in given if issubclass(each, WireRequest)}

@@ -40,14 +40,14 @@ def parse_prompts(prompt: str | list[Any]) -> list[Prompt]:
     )
 
 
-def parse_token_ids(items: Sequence[Any]) -> Int32:
+def parse_token_ids(items: Sequence[Any], param: str = "prompt") -> Int32:
     """Raises ApiError (400) for an empty list or anything that cannot be a token id."""
     if not len(items):
-        raise bad_request("'prompt' must not hold an empty list of token ids", param="prompt")
+        raise bad_request(f"'{param}' must not hold an empty list of token ids", param=param)
     if set(map(type, items)) != {int}:
-        raise bad_request("'prompt': token ids must be integers", param="prompt")
+        raise bad_request(f"'{param}': token ids must be integers", param=param)
     if min(items) < 0 or max(items) > np.iinfo(np.int32).max:
-        raise bad_request("'prompt' has a token id out of range", param="prompt")
+        raise bad_request(f"'{param}' has a token id out of range", param=param)
     return np.array(items, dtype=np.int32)
 
 

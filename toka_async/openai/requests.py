@@ -13,7 +13,6 @@ from msgspec import Meta
 from toka_async.openai.chat_messages import MESSAGE
 from toka_async.openai.fields import UNSUPPORTED, Unsupported
 
-MAX_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
 MAX_STOP_CHARS = 8192  # all stop strings of a request together
@@ -22,9 +21,11 @@ MAX_IDS = 16384  # in `stop_token_ids` and `logit_bias`
 ANY_MODEL = ("", "default", "none")  # names that clients of other servers write for the one that is served
 LEAST_REPETITION = 0.01  # a penalty that no logit of a model overflows with
 MAX_COUNT = 2**31 - 1  # counts travel as int32
+MAX_LABEL = 256  # characters of a request's id
 
 Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
-NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+NumLogprobs = Annotated[int, Meta(ge=-1, le=MAX_COUNT)]  # -1: the vocabulary
+LogprobsMode = Literal["raw", "temperature", "processed"]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 TokenIds = list[TokenId]
@@ -37,6 +38,9 @@ Prompts = Annotated[
     list[Any],
     Meta(extra_json_schema={"minItems": 1, "anyOf": [{"items": each} for each in ({"type": "string"}, _ID, _IDS)]}),
 ]
+PromptIds = Annotated[list[Any], Meta(extra_json_schema={"items": _ID, "minItems": 1})]
+Salt = Annotated[str, Meta(min_length=1, max_length=1024)]
+Priority = Annotated[int, Meta(ge=-MAX_COUNT, le=MAX_COUNT)]
 Stop = Annotated[str, Meta(extra_json_schema={"minLength": 1, "maxLength": MAX_STOP_LENGTH})]
 Stops = Annotated[list[Stop], Meta(extra_json_schema={"maxItems": MAX_STOPS})]
 Bias = Annotated[
@@ -65,12 +69,9 @@ class StreamOptions(WireRequest, frozen=True, kw_only=True):
     include_obfuscation: bool = False
 
 
-class GenerationFields(WireRequest, frozen=True, kw_only=True):
-    """The fields that completions and chat share. None means the model's own default."""
+class SamplingFields(WireRequest, frozen=True, kw_only=True):
+    """How tokens are drawn, when samples end, and what their texts leave out. None means the model's own default."""
 
-    unsupported: ClassVar[Unsupported] = UNSUPPORTED
-
-    model: str | None = None
     n: Count = 1
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -88,21 +89,35 @@ class GenerationFields(WireRequest, frozen=True, kw_only=True):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     prompt_logprobs: NumLogprobs | None = None
+    logprobs_mode: LogprobsMode | None = None
+
+
+class GenerationFields(SamplingFields, frozen=True, kw_only=True):
+    """The fields that completions and chat share."""
+
+    unsupported: ClassVar[Unsupported] = UNSUPPORTED
+
+    model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    return_weight_versions: bool = False
+    packed_logprobs: bool = False
     logprobs_in_fingerprint: bool = False
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
     truncation_side: Literal["left", "right"] = "left"
-    priority: Annotated[int, Meta(ge=-MAX_COUNT, le=MAX_COUNT)] = 0
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    priority: Priority = 0
+    cache_salt: Salt | None = None
+    request_id: Annotated[str, Meta(min_length=1, max_length=MAX_LABEL)] | None = None
     # Labels for the caller's own records; they ask nothing of a server.
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    session_id: str | None = None
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
@@ -112,7 +127,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
     best_of: Count | None = None
     echo: bool = False
-    logprobs: NumLogprobs | None = None
+    logprobs: bool | NumLogprobs | None = None  # true: 1, false: none
     add_special_tokens: bool = True
 
 
@@ -126,9 +141,10 @@ class DirectRequest(GenerationFields, frozen=True, kw_only=True):
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True):
-    """POST /v1/chat/completions. `chat_messages` checks `messages`."""
+    """POST /v1/chat/completions. `chat_messages` checks `messages`, `prompts` parses `prompt_token_ids`."""
 
     messages: Messages
+    prompt_token_ids: PromptIds | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool = False
@@ -144,6 +160,7 @@ class ChatBatchRequest(ChatRequest, frozen=True, kw_only=True):
     """POST /v1/chat/completions/batch: `messages` are conversations. Has no stream and no prompt log-probs."""
 
     messages: Conversations
+    prompt_token_ids: Annotated[PromptIds | None, Meta(extra_json_schema={"const": None})] = None
     stream: Annotated[bool, Meta(extra_json_schema={"const": False})] = False
     prompt_logprobs: Annotated[NumLogprobs | None, Meta(extra_json_schema={"const": None})] = None
 

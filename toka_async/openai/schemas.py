@@ -32,13 +32,12 @@ def request_schemas(kinds: Iterable[type[WireRequest]], model: str, limits: Requ
     schemas = build_components(kinds)
     bounds = find_bounds(limits)
     for kind in kinds:
-        fields = schemas[kind.__name__]["properties"]
-        for name in fields.keys() & bounds.keys():
-            lower_maxima(fields[name], bounds[name])
-        if "model" in fields:
-            fields["model"] = {"enum": [model, *ANY_MODEL, None]}
         for each in (kind, *find_objects(kind).values()):
             fields = schemas[each.__name__]["properties"]
+            for name in fields.keys() & bounds.keys():
+                lower_maxima(fields[name], bounds[name])
+            if "model" in fields:
+                fields["model"] = {"enum": [model, *ANY_MODEL, None]}
             fields |= neutral_fields(each.unsupported, fields)
     for schema in schemas.values():
         allow_null(schema)
@@ -71,8 +70,10 @@ def find_bounds(limits: RequestLimits) -> dict[str, int]:
     """Returns the largest numbers in fields that this model allows; a Struct has the bounds of every model."""
     room, last_id = min(limits.max_context, limits.cache_tokens), limits.vocab_size - 1
     counts = {"n": limits.max_n, "best_of": limits.max_n, "min_tokens": limits.max_context}
-    tokens = dict.fromkeys(("max_tokens", "max_completion_tokens"), room)
-    return counts | tokens | dict.fromkeys(("prompt", "tokens", "stop_token_ids", "allowed_token_ids"), last_id)
+    tokens = dict.fromkeys(("max_tokens", "max_completion_tokens", "max_new_tokens", "min_new_tokens"), room)
+    logprobs = dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs", "top_logprobs_num"), limits.max_logprobs)
+    ids = ("prompt", "tokens", "prompt_token_ids", "token_ids", "input_ids", "stop_token_ids", "allowed_token_ids")
+    return counts | tokens | logprobs | dict.fromkeys(ids, last_id)
 
 
 def lower_maxima(schema: object, most: int) -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -94,8 +94,11 @@ class Child:
         os.close(self._life)
 
     def kill(self) -> None:
-        """Kill the child. Returns when it has ended, or after STOP_TIMEOUT if a driver holds it."""
+        """Kill the child, which `reap` must follow."""
         self.process.kill()
+
+    def reap(self) -> None:
+        """Wait until a killed child has ended, STOP_TIMEOUT at most: a driver may hold it."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(STOP_TIMEOUT)
         for pipe in (self.process.stdin, self.process.stdout):
@@ -135,8 +138,20 @@ class RemoteChild:
         """Have the rank killed, before its agent does anything else."""
         self._via.order(EndRank(self.name))
 
+    def reap(self) -> None:
+        """Leave it to the agent."""
+
     def stop(self) -> None:
         """Leave it to the agent, which ends its ranks when the coordinator stops."""
+
+
+def kill_all(children: Iterable[Child | RemoteChild]) -> None:
+    """Kill children at once, and then wait for them: a process that has memory of a GPU takes seconds to end."""
+    victims = [*children]
+    for child in victims:
+        child.kill()
+    for child in victims:
+        child.reap()
 
 
 def make_launch(child: ChildSpec) -> Launch:

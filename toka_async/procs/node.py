@@ -12,7 +12,8 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -51,7 +52,7 @@ from toka_async.nodes.placing import NodePlace, make_address, parse_address
 from toka_async.nodes.probe import ProbeListener, make_name, probe_all
 from toka_async.nodes.secret import VARIABLE, read_secret
 from toka_async.procs.child import SIGNALS, ChildSpec, ParentLink, Started
-from toka_async.procs.launched import Child, make_launch
+from toka_async.procs.launched import Child, kill_all, make_launch
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +139,7 @@ class Agent:
     def _find_network(self, deadline: float) -> OwnNetwork:
         """Find the leader and the own address; waits for name servers and networks that come up later."""
         place, interface = self._settings.place, self._settings.interface
+        said = ""
         while True:
             try:
                 host = resolve_host(place.host)
@@ -145,6 +147,8 @@ class Agent:
                 return OwnNetwork(host, make_address(host, place.port), address, interface or find_interface(address))
             except NetworkError as error:
                 check_deadline(self._settings, deadline, str(error))
+                if said != (said := str(error)):
+                    logger.warning("%s; trying again", said)
                 if select.select([self._woken], [], [], ASK_AGAIN)[0]:
                     raise AgentEndError("stopped", 0) from None
 
@@ -165,8 +169,8 @@ class Membership:
     def __init__(
         self, settings: AgentSettings, facts: dict[str, str], network: OwnNetwork, context: zmq.Context[Any]
     ) -> None:
+        place, config = settings.place, settings.config
         self._settings = settings
-        self._facts = facts
         self._network = network
         secret = read_secret(os.environ, network.leader_host, insecure=settings.insecure)
         self._children: dict[str, Child] = {}
@@ -175,22 +179,17 @@ class Membership:
         self._model_dir = Path()
         self._leaves_at: float | None = None  # when it ends by a signal, at the latest
         self._asks_at: float | None = None
+        self._problem = "nobody answers"
         self._link = LeaderLink(context, network.leader, derive_keys(secret))
-        self._probes = ProbeListener(network.address, make_name(network.leader, settings.place.index))
-
-    def _ask(self) -> None:
-        place, config = self._settings.place, self._settings.config
-        self._asks_at = None
-        self._link.send(
-            Join(
-                index=place.index,
-                size=place.size,
-                address=self._network.address,
-                interface=self._network.interface,
-                probe_port=self._probes.port,
-                facts=self._facts,
-                settings=None if config is None else list_settings(config),
-            )
+        self._probes = ProbeListener(network.address, make_name(network.leader, place.index))
+        self._join = Join(
+            index=place.index,
+            size=place.size,
+            address=network.address,
+            interface=network.interface,
+            probe_port=self._probes.port,
+            facts=facts,
+            settings=None if config is None else list_settings(config),
         )
 
     def serve(self, deadline: float, woken: int) -> NoReturn:
@@ -198,7 +197,8 @@ class Membership:
 
         woken: readable after a signal.
         """
-        self._ask()
+        logger.info("asking the leader at %s to join, as %s", self._network.leader, self._join.describe())
+        self._link.send(self._join)
         while True:
             poller = zmq.Poller()  # ranks come and go
             for each in (self._link.socket, self._link.monitor, woken):
@@ -227,9 +227,10 @@ class Membership:
         if self._leaves_at is not None and now >= self._leaves_at:
             raise AgentEndError("stopped; the leader did not stop in time", 0)
         if self._asks_at is not None and now >= self._asks_at:
-            self._ask()
+            self._asks_at = None
+            self._link.send(self._join)
         if self._config is None:
-            check_deadline(self._settings, deadline, "nobody answers")
+            check_deadline(self._settings, deadline, self._problem)
 
     def _take_break(self) -> None:
         try:
@@ -238,7 +239,7 @@ class Membership:
         except LinkRefusedError:
             raise AgentEndError(
                 f"the leader at {self._network.leader} does not accept this node's key: {VARIABLE} must be "
-                "the same on all nodes",
+                "the same on all nodes (or something else listens there)",
                 2,
             ) from None
         # What the leader said last may tell why.
@@ -258,15 +259,16 @@ class Membership:
             case Accepted():
                 self._find_model(message.config)
             case Refused(again=True):
-                logger.warning("%s; asking again", message.message)
+                if message.message != self._problem:
+                    logger.warning("%s; asking again", message.message)
+                self._problem = message.message
                 self._asks_at = time.monotonic() + ASK_AGAIN
             case Refused() | Dismiss():
                 self._end(message)
             case Bind():
                 self._link.send(self._open(message))
             case Probe():
-                own = f"node {self._settings.place.index} ({self._network.address}, {self._network.interface})"
-                problems = tuple(probe_all(message.neighbours, self._network.leader, own))
+                problems = tuple(probe_all(message.neighbours, self._network.leader, self._join.describe()))
                 self._link.send(Probed(message.replica, message.life, problems))
             case StartRank():
                 self._start(message)
@@ -275,15 +277,15 @@ class Membership:
                     self._children[message.name].write(message.line + b"\n")
             case EndRank():
                 if message.name in self._children:
-                    self._children.pop(message.name).kill()
+                    self._children[message.name].kill()  # its pipe tells when it has ended
 
     def _find_model(self, config: Config) -> None:
         """Find the model's files here, which may take a download, and have the leader compare them."""
         self._config, weights = config, config.model.needs_weights
-        network = self._network
-        logger.info("joined the leader at %s as %s (%s)", network.leader, network.address, network.interface)
+        logger.info("joined the leader at %s", self._network.leader)
         try:
-            self._model_dir = resolve_model(config.model.path, weights).absolute()
+            with dying_of_signals():
+                self._model_dir = resolve_model(config.model.path, weights).absolute()
             self._link.send(Checked(collect_model_facts(self._model_dir, with_weights=weights)))
         except (ModelError, OSError) as error:
             self._link.send(Checked({}, problem=str(error)))
@@ -331,7 +333,7 @@ class Membership:
         if lines is None:
             del self._children[child.name]
             self._link.send(RankGone(child.name, child.describe_end()))
-            child.kill()
+            kill_all([child])
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
@@ -343,8 +345,8 @@ class Membership:
 
     def _end_life(self, replica: int | None = None) -> None:
         """Kill ranks and close their sockets, of one replica or of all."""
-        for name in [name for name, child in self._children.items() if replica in (None, child.replica)]:
-            self._children.pop(name).kill()
+        names = [name for name, child in self._children.items() if replica in (None, child.replica)]
+        kill_all(self._children.pop(name) for name in names)
         for key in [key for key in self._opened if replica in (None, key[0])]:
             self._opened.pop(key).close()
 
@@ -355,6 +357,20 @@ class Membership:
         timeout = self._config.server.drain_timeout + PATIENCE
         self._leaves_at = time.monotonic() + timeout
         logger.info("stopping with the leader, in %g s at most; a second signal stops at once", timeout)
+
+
+@contextmanager
+def dying_of_signals() -> Iterator[None]:
+    """Let signals that are not ignored end the process at once, whatever it does: there are no ranks yet."""
+    handlers = {each: signal.getsignal(each) for each in SIGNALS}
+    try:
+        for number, handler in handlers.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def check_deadline(settings: AgentSettings, deadline: float, problem: str) -> None:

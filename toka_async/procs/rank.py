@@ -18,13 +18,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import zmq
 
 from toka_async.checkpoint.spec import ModelError, read_spec
 from toka_async.config import Config
+from toka_async.control import Control, ControlDone
 from toka_async.gpu_lock import GpuLockError, take_gpu
 from toka_async.messages import FromRank, RankDevice, Ready, Step, StepDone, ToRank
 from toka_async.procs.child import Alive, ChildSpec, ParentLink, Resources, Started
@@ -37,6 +38,9 @@ from toka_async.transport.base import Outbox
 from toka_async.transport.codec import Codec
 from toka_async.transport.life_sockets import OTHERS_FIRST, LifeSockets
 from toka_async.transport.zmq_sockets import ZmqInbox, ZmqOutbox
+
+if TYPE_CHECKING:  # loads torch
+    from toka_async.weights.rank_control import RankControl
 
 LOOPBACK = "lo"
 # Multicast over NVLink is not needed, and containers and partitioned machines often lack it.
@@ -53,7 +57,7 @@ STAGE_STREAMS = {
 }
 
 
-Collect = Callable[[], StepDone]  # waits for a step that a device was told to compute
+Collect = Callable[[], StepDone | ControlDone]  # waits for a step that a device was told to compute
 
 
 def run(link: ParentLink) -> None:
@@ -100,6 +104,9 @@ def serve_simulated(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbo
             rank.wait()
             queued = [steps.receive()]
         for step in queued:
+            if isinstance(step, Control):
+                results.send(rank.control(step, link.spec.rank))
+                continue
             for part in step.passes():
                 done = rank.run(part)
                 if answers:
@@ -141,7 +148,7 @@ def warm_without_gpu(link: ParentLink) -> NoReturn:
 def serve(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank]) -> NoReturn:
     """Serve with a model. Raises ModelError or GpuLockError before the rank is ready."""
     try:
-        ready, launch, enter_thread = build(link.spec)
+        ready, launch, enter_thread, control = build(link.spec)
     except (ModelError, GpuLockError):
         raise
     except Exception as error:
@@ -152,8 +159,9 @@ def serve(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank
     launched: SimpleQueue[Collect] = SimpleQueue()
     progress, send = WorkProgress(), make_sender(link, results)
 
-    def end_step(step: StepDone) -> None:
-        progress.end()
+    def end_step(step: StepDone | ControlDone) -> None:
+        if isinstance(step, StepDone):
+            progress.end()
         send(step)
 
     watch_steps(link, progress)
@@ -163,11 +171,20 @@ def serve(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank
     sender.start()
     try:
         while True:
-            for part in steps.receive().passes():
+            message = steps.receive()
+            if isinstance(message, Control):
+                # The other thread sends all answers. An action may take as long as it says.
+                launched.put(partial(get_done, control.run(message)))
+                continue
+            for part in message.passes():
                 progress.begin()
                 launched.put(launch(part))
     except RuntimeError as error:
         report_device_failure(link, error)
+
+
+def get_done(done: ControlDone) -> ControlDone:
+    return done
 
 
 def watch_steps(link: ParentLink, progress: WorkProgress) -> None:
@@ -188,13 +205,16 @@ def watch_steps(link: ParentLink, progress: WorkProgress) -> None:
     answer_while_moving(link, progress, link.spec.config.server.step_timeout, "a step", make_alive)
 
 
-def make_sender(link: ParentLink, results: Outbox[FromRank]) -> Callable[[StepDone], None]:
+def make_sender(link: ParentLink, results: Outbox[FromRank]) -> Callable[[StepDone | ControlDone], None]:
     """Make the function that sends a step's results (from one rank), times and loads (from one of each stage)."""
     layout, rank = link.spec.topology.layout, link.spec.rank
     stage, tensor_rank = layout.find_stage(rank)
     report = StageReport(stage, results) if layout.pp > 1 and tensor_rank == 0 else None
 
-    def send(step: StepDone) -> None:
+    def send(step: StepDone | ControlDone) -> None:
+        if isinstance(step, ControlDone):  # every rank answers
+            results.send(step)
+            return
         if step.loads is not None:
             if tensor_rank == 0:  # all ranks of a stage route alike
                 results.send(step.loads)
@@ -210,7 +230,7 @@ def make_sender(link: ParentLink, results: Outbox[FromRank]) -> Callable[[StepDo
 def send_results(
     link: ParentLink,
     launched: SimpleQueue[Collect],
-    send: Callable[[StepDone], None],
+    send: Callable[[StepDone | ControlDone], None],
     enter_thread: Callable[[], None],
 ) -> None:
     """Send every step's results, in order, as they are computed. Any error ends the process: no step may be missing."""
@@ -270,8 +290,8 @@ def make_resources(ready: Ready) -> Resources:
     )
 
 
-def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Collect], Callable[[], None]]:
-    """Return Ready, the function that launches a step, and what a waiting thread calls first.
+def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Collect], Callable[[], None], RankControl]:
+    """Return Ready, the function that launches a step, what a waiting thread calls first, and what a trainer controls.
 
     Raises ModelError or GpuLockError.
     """
@@ -288,7 +308,9 @@ def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Collect], Callable[[
     runner = factory.build()
     if spec.warm and spec.rank == 0:
         logging.getLogger(__name__).info("ready for later starts: %s", factory.describe_kept())
-    return runner.ready, lambda step: runner.launch(step).collect, runner.enter_thread
+    number = spec.replica * spec.topology.layout.num_ranks + spec.rank
+    control = factory.make_control(runner, spec.rank, number)
+    return runner.ready, lambda step: runner.launch(step).collect, runner.enter_thread, control
 
 
 def make_progress(spec: ChildSpec) -> StartupProgress:

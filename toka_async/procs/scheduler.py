@@ -13,6 +13,7 @@ import numpy.ma  # noqa: F401  `np.unique` loads it, which would delay the first
 import zmq
 
 from toka_async.config import Config, ScheduleConfig
+from toka_async.control import ControlDone
 from toka_async.messages import ExpertLoads, FromRank, Ready, StageTimes, Stats, ToRank, ToScheduler, ToServer
 from toka_async.procs.child import ParentLink, Started
 from toka_async.procs.progress import WorkProgress, answer_while_moving
@@ -28,6 +29,7 @@ from toka_async.transport.zmq_sockets import PollSet, ZmqInbox, ZmqOutbox
 COLLECTED = (50_000, 20, 50)
 # Seconds of a step with prompts. A reader notices longer gaps than 50 ms; larger steps are hardly more efficient.
 AUTO_STREAMING_STEP = 0.040
+AUTO_DECODINGS = 8.0  # beside streams: of the time that a step takes without prompts
 AUTO_STEP = 0.125
 
 
@@ -88,7 +90,7 @@ def make_core(ready: Ready, config: Config) -> Core:
 def make_step_limits(schedule: ScheduleConfig) -> StepLimits:
     """Make the limits of a step's time. With `auto`, they are shorter while somebody waits for a stream's tokens."""
     if schedule.max_step_ms == "auto":
-        return StepLimits(seconds=AUTO_STEP, streaming=AUTO_STREAMING_STEP)
+        return StepLimits(seconds=AUTO_STEP, streaming=AUTO_STREAMING_STEP, decodings=AUTO_DECODINGS)
     if schedule.max_step_ms == 0:
         return StepLimits()
     return StepLimits(schedule.max_step_ms / 1000, schedule.max_step_ms / 1000)
@@ -118,6 +120,9 @@ def run_turn(
         if isinstance(result, ExpertLoads):
             core.note_expert_loads(result)
             continue
+        if isinstance(result, ControlDone):
+            core.complete_order(result)
+            continue
         core.complete(result, now)
         num_completed += 1
     times.lap("results")
@@ -128,6 +133,8 @@ def run_turn(
         tell_server(core, server, times, ready, now)
     for step in core.next_steps(now):
         ranks.send(step)
+    if (order := core.next_order()) is not None:
+        ranks.send(order)
     core.note_sent(time.monotonic())
     times.lap("steps")
     tell_server(core, server, times, ready, now)
@@ -139,6 +146,9 @@ def tell_server(core: Core, server: BatchOutbox[ToServer], times: StepTimes, rea
     messages = core.take_messages(now)
     for place, message in enumerate(messages):
         if isinstance(message, Stats):
-            messages[place] = msgspec.structs.replace(times.fill(message), replica=ready.replica, life=ready.life)
+            message = times.fill(message)
+        elif not isinstance(message, ControlDone):
+            continue
+        messages[place] = msgspec.structs.replace(message, replica=ready.replica, life=ready.life)
     server.send_all(messages)
     times.lap("messages")

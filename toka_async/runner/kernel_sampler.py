@@ -6,6 +6,7 @@ tokens. The parameters of running rows stay on the device, by slot. Knows slots 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 from toka_async.arrays import Bool, Int32, Int64
 from toka_async.kernels.sampling.edit import LIST_WIDTH, NUM_TOP, EditKernels, EditTable, RowTokens
 from toka_async.kernels.sampling.kernels import RowTable, SamplingKernels
-from toka_async.kernels.sampling.row import RAW
+from toka_async.kernels.sampling.row import RAW, TOP
 from toka_async.model.sampling import EDITS, Flag, Params, sample
 from toka_async.runner.copies import upload
 from toka_async.runner.rows import RowPrompt, RowTables, group_by_key
@@ -24,11 +25,14 @@ from toka_async.runner.sampling_routes import SamplingNeeds, SamplingRoutes
 from toka_async.runner.slab_sampler import Head, SlabDraw, SlabSampler
 from toka_async.runner.token_history import TokenHistory
 
+_INTEGERS = ("flags", "top_k", "num_prompt")
 _FLOATS = ("temperature", "top_p", "min_p", "repetition")
 _EDITED = EDITS & ~Flag.REPETITION  # a repetition penalty alone edits nothing
 
 _EDIT_INTEGERS = ("min_tokens", "num_bias", "num_ends", "num_top")
 _EDIT_FLOATS = ("presence", "frequency")
+
+Columns = tuple[Tensor, dict[str, Tensor]]
 
 
 class KernelSampler:
@@ -52,9 +56,10 @@ class KernelSampler:
         max_seqs, vocab = rows.params.size, rows.vocab_size
         self._kernels = SamplingKernels(vocab, shares.count_rows(max_seqs) if shares else max_seqs, rows.device)
         self._editing = EditKernels(self._kernels, history.ids.numel(), rows.device)
-        self._table = _make_table(max_seqs + 1, vocab, rows.device)
+        self._columns, self._table = _make_table(max_seqs + 1, vocab, rows.device)
         self._edits = EditRows(rows, history)
         self._routes = SamplingRoutes(rows)
+        self._nth = torch.arange(NUM_TOP, device=rows.device)
 
     def admit(self, slots: Int32) -> None:
         """Copies the slots' new parameters from `rows` to the device."""
@@ -62,19 +67,13 @@ class KernelSampler:
         params = rows.params[slots]
         by_torch = self._edits.find_unfit(slots)
         self._routes.admit(slots, by_torch)
-        flags = np.where(by_torch, 0, params["flags"] | RAW.value * _needs_raw(params))
-        floats = np.stack([params[name] for name in _FLOATS])
-        bits_of = floats.view(np.int32).ravel()
-        columns = (slots, flags, params["top_k"], rows.num_prompt[slots], rows.seeds[slots], bits_of)
-        at, flags_at, top_k, num_prompt, seeds, bits = upload(columns, rows.device)
-        table.flags.index_copy_(0, at, flags_at.to(torch.int32))
-        table.top_k.index_copy_(0, at, top_k.to(torch.int32))
-        table.num_prompt.index_copy_(0, at, num_prompt.to(torch.int32))
+        flags = np.where(by_torch, 0, params["flags"] | _find_passes(params))
+        integers = np.stack([flags, params["top_k"], rows.num_prompt[slots]]).astype(np.int32)
+        bits = np.concatenate([integers, _take_bits(params, _FLOATS)])
+        at, seeds, columns = upload((slots, rows.seeds[slots], bits.ravel()), rows.device)
         table.seeds.index_copy_(0, at, seeds)
-        values = bits.to(torch.int32).view(torch.float32).view(len(_FLOATS), -1)
-        for name, column in zip(_FLOATS, values, strict=True):
-            getattr(table, name).index_copy_(0, at, column)
-        edited = slots[(flags & (_EDITED | RAW.value)) != 0]
+        self._columns.index_copy_(1, at, columns.to(torch.int32).view(len(bits), -1))
+        edited = slots[(flags & (_EDITED | RAW.value | TOP.value | Flag.KEPT)) != 0]
         if edited.size:
             self._edits.admit(edited)
         self._mark_seen(slots[(flags & Flag.REPETITION) != 0])
@@ -84,7 +83,9 @@ class KernelSampler:
         return self._share(hidden, slots, contexts, self._draw)
 
     def draw_full(self, hidden: Tensor, slots: Tensor, contexts: Tensor) -> tuple[Tensor, ...]:
-        """Draws on the full route. Returns the likeliest ids int32 [s, k] and theirs float32 [s, k] too."""
+        """Draws on the full route. Returns also the likeliest ids int32 [s, k] and theirs float32 [s, k], the number of
+        tokens that filters keep int32 [s], and their share of the distribution float32 [s].
+        """
         return self._share(hidden, slots, contexts, self._draw_full)
 
     def _share(self, hidden: Tensor, slots: Tensor, contexts: Tensor, draw: Draw) -> tuple[Tensor, ...]:
@@ -100,9 +101,14 @@ class KernelSampler:
     def _draw_full(self, logits: Tensor, slots: Tensor, contexts: Tensor) -> tuple[Tensor, ...]:
         rows = (logits, slots, contexts, self._table, self._edits.table, self._edits.tokens)
         top_ids, top_values = self._editing.edit(*rows)
-        token_ids, logprobs = self._kernels.draw(logits, slots, contexts, self._table)
+        token_ids, logprobs, kept, masses = self._kernels.draw_measured(logits, slots, contexts, self._table)
         self._editing.restore(*rows, (token_ids, logprobs))
-        return token_ids, logprobs, top_ids, top_values
+        # To the distribution of the kept tokens, which come first among the likeliest. A mass of 1 changes nothing.
+        shift = masses.log()
+        top_values.sub_(shift[:, None])
+        left_out = (self._nth >= kept[:, None]) & (kept > 0)[:, None]
+        top_values.masked_fill_(left_out, torch.finfo(torch.float32).min)
+        return token_ids, logprobs.sub_(shift), top_ids, top_values, kept, masses
 
     def _mark_drawn(self, slots: Tensor, token_ids: Tensor) -> None:
         """Marks tokens as seen that other ranks drew, since any rank may draw for a slot the next time.
@@ -125,10 +131,11 @@ class KernelSampler:
         token_ids, logprobs, *found = outputs
         tops: tuple[TopLogprobs, ...] = ()
         if needs.top is not None:
-            ids, values = (part if needs.top.at is None else part.index_select(0, needs.top.at) for part in found)
+            ids, values = (part if needs.top.at is None else part.index_select(0, needs.top.at) for part in found[:2])
             most = needs.top.most
             tops = (TopLogprobs(needs.top.rows, needs.top.counts, ids[:, :most], values[:, :most]),)
-        return Draws(token_ids, logprobs if needs.wants_logprobs else None, tops)
+        kept, masses = found[2:] if needs.wants_kept else (None, None)
+        return Draws(token_ids, logprobs if needs.wants_logprobs else None, tops, kept, masses)
 
     def sample(self, hidden: Tensor, slots: Int32, lengths: Int64, slots_at: Tensor, lengths_at: Tensor) -> Draws:
         needs = self._routes.find(slots, lengths)
@@ -145,6 +152,15 @@ class KernelSampler:
         if part.chosen is not None:
             assert draws.chosen is not None
             draws.chosen.index_copy_(0, at, part.chosen)
+        if part.kept is not None:
+            assert part.masses is not None
+            if draws.kept is None:
+                kept = torch.zeros(len(slots), dtype=torch.int32, device=hidden.device)
+                draws = replace(draws, kept=kept, masses=torch.ones_like(kept, dtype=torch.float32))
+            assert draws.kept is not None
+            assert draws.masses is not None
+            draws.kept.index_copy_(0, at, part.kept)
+            draws.masses.index_copy_(0, at, part.masses)
         tops = (replace(top, rows=rows[top.rows]) for top in part.tops)
         return replace(draws, tops=(*draws.tops, *tops))
 
@@ -163,31 +179,35 @@ def try_sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) -> N
     logits = torch.zeros(1, vocab_size, dtype=dtype, device=device)
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     contexts = torch.ones(1, dtype=torch.int32, device=device)
-    SamplingKernels(vocab_size, 1, device).draw(logits, slots, contexts, _make_table(1, vocab_size, device))
+    SamplingKernels(vocab_size, 1, device).draw(logits, slots, contexts, _make_table(1, vocab_size, device)[1])
 
 
 def try_editing(vocab_size: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Compiles the kernels that edit logits of this type, for one row without edits. They are the same for any rows."""
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     history = torch.zeros(1, page_size, dtype=torch.int32, device=device)
-    kernels = EditKernels(SamplingKernels(vocab_size, 1, device), page_size, device)
+    drawing = SamplingKernels(vocab_size, 1, device)
+    kernels = EditKernels(drawing, page_size, device)
     rows = (
         torch.zeros(1, vocab_size, dtype=dtype, device=device),
         slots,
         torch.ones(1, dtype=torch.int32, device=device),
-        _make_table(1, vocab_size, device),
-        _make_edit_table(1, device),
+        _make_table(1, vocab_size, device)[1],
+        _make_edit_table(1, device)[1],
         RowTokens(history, history),
     )
     kernels.edit(*rows)
-    kernels.restore(*rows, (slots, torch.zeros(1, dtype=torch.float32, device=device)))
+    token_ids, logprobs, *_ = drawing.draw_measured(*rows[:4])
+    kernels.restore(*rows, (token_ids, logprobs))
 
 
-def _needs_raw(params: Params) -> Bool:
-    """Tells which rows' log-probs need a pass before edits."""
-    edited = (params["flags"] & _EDITED) != 0
-    needed: Bool = (params["num_logprobs"] > 0) | ((params["num_logprobs"] == 0) & edited)
-    return needed
+def _find_passes(params: Params) -> Int32:
+    """Finds the kernels' own flags: which rows' log-probs need a pass before edits, or one after edits."""
+    flags, num_logprobs = params["flags"], params["num_logprobs"]
+    scaled = (flags & Flag.SCALED) != 0
+    raw = ~scaled & ((num_logprobs > 0) | ((num_logprobs == 0) & ((flags & _EDITED) != 0)))
+    passes: Int32 = RAW.value * raw + TOP.value * (scaled & (num_logprobs > 0))
+    return passes
 
 
 def _make_seen_bits(prompt: RowPrompt, vocab_size: int) -> Int32:
@@ -197,37 +217,35 @@ def _make_seen_bits(prompt: RowPrompt, vocab_size: int) -> Int32:
     return np.packbits(seen, bitorder="little").view(np.int32)
 
 
-def _make_table(num_slots: int, vocab_size: int, device: torch.device) -> RowTable:
-    def make_column(dtype: torch.dtype) -> Tensor:
-        return torch.zeros(num_slots, dtype=dtype, device=device)
+def _make_columns(num_slots: int, integers: Sequence[str], floats: Sequence[str], device: torch.device) -> Columns:
+    """Makes columns by slot in one tensor int32 [columns, slots], so that one copy writes a row; and views of them.
 
-    return RowTable(
-        temperature=make_column(torch.float32),
-        top_p=make_column(torch.float32),
-        min_p=make_column(torch.float32),
-        repetition=make_column(torch.float32),
-        top_k=make_column(torch.int32),
-        flags=make_column(torch.int32),
-        num_prompt=make_column(torch.int32),
-        seeds=make_column(torch.int64),
-        seen=torch.zeros(num_slots, -(-vocab_size // 32), dtype=torch.int32, device=device),
-    )
+    Columns begin at 16 bytes, so that kernels see one alignment only.
+    """
+    count = len(integers) + len(floats)
+    columns = torch.zeros(count, -(-num_slots // 4) * 4, dtype=torch.int32, device=device)
+    views = [column[:num_slots] for column in columns]
+    views[len(integers) :] = [view.view(torch.float32) for view in views[len(integers) :]]
+    return columns, dict(zip((*integers, *floats), views, strict=True))
 
 
-def _make_edit_table(num_slots: int, device: torch.device) -> EditTable:
-    def make_column(dtype: torch.dtype, *shape: int) -> Tensor:
-        return torch.zeros(num_slots, *shape, dtype=dtype, device=device)
+def _make_table(num_slots: int, vocab_size: int, device: torch.device) -> tuple[Tensor, RowTable]:
+    """Makes the table, and the tensor whose rows are its columns of 32 bits."""
+    columns, views = _make_columns(num_slots, _INTEGERS, _FLOATS, device)
+    seen = torch.zeros(num_slots, -(-vocab_size // 32), dtype=torch.int32, device=device)
+    return columns, RowTable(**views, seeds=torch.zeros(num_slots, dtype=torch.int64, device=device), seen=seen)
 
-    return EditTable(
-        presence=make_column(torch.float32),
-        frequency=make_column(torch.float32),
-        min_tokens=make_column(torch.int32),
-        num_bias=make_column(torch.int32),
-        num_ends=make_column(torch.int32),
-        num_top=make_column(torch.int32),
-        ids=make_column(torch.int32, LIST_WIDTH),
-        values=make_column(torch.float32, LIST_WIDTH),
-    )
+
+def _make_edit_table(num_slots: int, device: torch.device) -> tuple[Tensor, EditTable]:
+    """Makes the table, and the tensor whose rows are its columns of 32 bits."""
+    columns, views = _make_columns(num_slots, _EDIT_INTEGERS, _EDIT_FLOATS, device)
+    ids = torch.zeros(num_slots, LIST_WIDTH, dtype=torch.int32, device=device)
+    return columns, EditTable(**views, ids=ids, values=torch.zeros_like(ids, dtype=torch.float32))
+
+
+def _take_bits(params: Params, names: Sequence[str]) -> Int32:
+    """Takes float32 parameters as the bits of int32: [names, rows]."""
+    return np.stack([params[name] for name in names]).view(np.int32)
 
 
 class EditRows:
@@ -236,7 +254,7 @@ class EditRows:
     def __init__(self, rows: RowTables, history: TokenHistory) -> None:
         self._rows = rows
         self._history = history
-        self.table = _make_edit_table(rows.params.size + 1, rows.device)
+        self._columns, self.table = _make_edit_table(rows.params.size + 1, rows.device)
 
     @property
     def tokens(self) -> RowTokens:
@@ -268,20 +286,10 @@ class EditRows:
         ids = np.concatenate([nothing, *(part for p in prompts for part in (p.bias_ids, p.end_ids))])
         # The values are -inf where end tokens are held; these are in the list for their ids.
         values = np.concatenate([nothing, *(part for p in prompts for part in (p.bias.view(np.int32), p.end_ids))])
-        integers = (params["min_tokens"], num_bias, num_ends, np.maximum(params["num_logprobs"], 0))
-        floats = np.stack([params[name] for name in _EDIT_FLOATS]).view(np.int32).ravel()
-        at, cells_at, *columns, floats_at, ids_at, values_at = upload(
-            (slots, cells, *integers, floats, ids, values), rows.device
-        )
-        for name, column in zip(_EDIT_INTEGERS, columns, strict=True):
-            getattr(table, name).index_copy_(0, at, column.to(torch.int32))
-        for name, column in zip(_EDIT_FLOATS, _view_floats(floats_at).view(len(_EDIT_FLOATS), -1), strict=True):
-            getattr(table, name).index_copy_(0, at, column)
+        integers = np.stack([params["min_tokens"], num_bias, num_ends, np.maximum(params["num_logprobs"], 0)])
+        bits = np.concatenate([integers.astype(np.int32), _take_bits(params, _EDIT_FLOATS)])
+        at, cells_at, columns, ids_at, values_at = upload((slots, cells, bits.ravel(), ids, values), rows.device)
+        self._columns.index_copy_(1, at, columns.to(torch.int32).view(len(bits), -1))
         if cells.size:
             table.ids.view(-1).index_copy_(0, cells_at, ids_at.to(torch.int32))
-            table.values.view(-1).index_copy_(0, cells_at, _view_floats(values_at))
-
-
-def _view_floats(bits: Tensor) -> Tensor:
-    """Returns the float32 numbers of bits that were copied as int64."""
-    return bits.to(torch.int32).view(torch.float32)
+            table.values.view(torch.int32).view(-1).index_copy_(0, cells_at, values_at.to(torch.int32))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,8 +86,8 @@ class Runner:
         sampling = sampling or SamplingSetup()
         self.ready = ready
         self.device = device
-        self._model = model
-        self._cache = cache
+        self.model = model
+        self.cache = cache
         self._attention = attention
         self._compiles = compiles or CompileCounter()
         self._loads = loads
@@ -111,13 +112,14 @@ class Runner:
                 model, attention.graphs, self._rows, self._history, sampling.shares, residuals, sampling.draw
             )
         self._sampler = self._make_sampler(sampling.draw)
+        self._admitted: Int32 = np.empty(0, dtype=np.int32)  # whose sampling parameters are not on the device yet
 
     def _make_sampler(self, draw: SlabDraw) -> Sampler | None:
         if self._history is None:
             return None
         if self.decode is not None:
             return self.decode.sampler
-        return SlabSampler(self._model.logits, self._rows, self._history, draw)
+        return SlabSampler(self.model.logits, self._rows, self._history, draw)
 
     def launch_graphs(self) -> None:
         """Launches all graphs once, for padding. No row may run."""
@@ -153,6 +155,7 @@ class Runner:
         step_rows = make_step_rows(rows, step)
         parts = [self._launch_part(part, span) for part in self._cutter.cut(step_rows, read_groups(step))]
         rows.advance(step_rows.slots, step_rows.lengths)
+        self._admit_sampling()
         loads = None if self._loads is None else self._loads.take_due()
         return LaunchedStep(step.step_id, parts, self._clock, span, self._compiles.count(), loads)
 
@@ -169,12 +172,14 @@ class Runner:
                 residuals = pipeline.receive(step_rows)
         asked = find_asked_chunks(rows, step_rows) if self._sampler is not None else []
         of_chunks = None
+        if step_rows.num_decode == step_rows.slots.size:
+            self._admit_sampling()
         if self.decode is not None and self.decode.can_replay(step_rows, bool(groups)):
             samples, hidden = self.decode.replay(step_rows, groups, residuals)
         else:
             samples, hidden = self._compute(step_rows, groups, bool(asked), residuals)
             if asked:
-                of_chunks = compute_prompt_logprobs(hidden, asked, self._model.logits, rows.vocab_size)
+                of_chunks = compute_prompt_logprobs(hidden, asked, self.model.logits, rows.vocab_size)
         if pipeline is not None:
             pipeline.pass_on(step_rows, hidden, None if samples is None else samples.token_ids)
         return PartResults(samples, asked, of_chunks, part.places, self._clock.copies)
@@ -182,17 +187,25 @@ class Runner:
     def _apply(self, step: Step) -> None:
         rows, before = self._rows, self._rows.order
         admitted = rows.apply(step)
-        if admitted.size and self.decode is not None and self.decode.sampler is not None:
-            self.decode.sampler.admit(admitted)
+        if self.decode is not None and self.decode.sampler is not None:
+            self._admitted = admitted
         if admitted.size and self._pipeline is not None:
             self._pipeline.admit(admitted)
         if rows.order is not before:
             self._set_order(rows.order)
         if step.copy_sources:
             sources, targets = upload((as_i32(step.copy_sources), as_i32(step.copy_targets)), rows.device)
-            self._cache.copy_pages(sources, targets)
+            self.cache.copy_pages(sources, targets)
             if self._history is not None:
                 self._history.copy_pages(sources, targets)
+
+    def _admit_sampling(self) -> None:
+        """Copies the sampling parameters of rows that the step admitted, unless they are there."""
+        if self._admitted.size:
+            assert self.decode is not None
+            assert self.decode.sampler is not None
+            self.decode.sampler.admit(self._admitted)
+            self._admitted = self._admitted[:0]
 
     def _select_paying(self, groups: tuple[PrefixGroup, ...]) -> tuple[PrefixGroup, ...]:
         """Selects the groups whose prefix is worth reading once."""
@@ -220,11 +233,12 @@ class Runner:
         else:
             attended, residual, sampled = self._begin(build_inputs(self._rows, step_rows, groups), residuals)
         every_token = every_token or self._sampler is None
-        hidden = self._model.finish(attended, residual, None if every_token else sampled.tokens)
+        hidden = self.model.finish(attended, residual, None if every_token else sampled.tokens)
         del attended, residual  # logits need the memory
         slots, contexts = step_rows.list_sampling()
         if not slots.size or self._sampler is None:
             return None, hidden
+        self._admit_sampling()  # not before: the device computes meanwhile, and a prompt's first token comes sooner
         last = hidden.index_select(0, sampled.tokens) if every_token and sampled.tokens is not None else hidden
         samples = self._sampler.sample(last, slots, contexts, sampled.slots, sampled.contexts)
         self._rows.on_device.set_sampled(sampled.slots, samples.token_ids)
@@ -237,6 +251,6 @@ class Runner:
             self._history.write(batch.write_indices, inputs.token_ids)
         self._attention.backend.plan(batch)
         first = inputs.token_ids if residuals is None else residuals
-        attended, residual = self._model.begin(first, inputs.positions, self._attention.backend)
+        attended, residual = self.model.begin(first, inputs.positions, self._attention.backend)
         self._rows.on_device.advance(batch.slots, batch.contexts)
         return attended, residual, inputs.sampled

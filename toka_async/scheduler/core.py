@@ -7,12 +7,28 @@ torch, no sockets and no event loop; knows token ids, not text.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 import numpy as np
 
 from toka_async.arrays import Float32, Int32, as_i32, as_i64
+from toka_async.control import (
+    RANK_ACTIONS,
+    AbandonUpdate,
+    Abort,
+    AnyAction,
+    BeginUpdate,
+    CommitUpdate,
+    Control,
+    ControlDone,
+    Pause,
+    PauseMode,
+    ResetPrefixCache,
+    Resume,
+    SetVersion,
+    Sleep,
+)
 from toka_async.messages import (
     AskStats,
     Cancels,
@@ -30,17 +46,21 @@ from toka_async.messages import (
     ToScheduler,
     ToServer,
 )
+from toka_async.scheduler.aborts import send_aborted
 from toka_async.scheduler.admission.lookahead import LookAhead
 from toka_async.scheduler.admission.policy import Admission
 from toka_async.scheduler.admission.preemption import Preemption
 from toka_async.scheduler.builder import StepBuilder, StepRecord
 from toka_async.scheduler.depth import StepDepth
 from toka_async.scheduler.grouping import Grouping
+from toka_async.scheduler.pauses import PauseState
+from toka_async.scheduler.rank_orders import RankOrders
 from toka_async.scheduler.replies import Replies
 from toka_async.scheduler.results import ResultHandler
 from toka_async.scheduler.sequences.queues import PrefillQueue
 from toka_async.scheduler.sequences.requests import PrefillScores, PrefillTask, Request, Top
 from toka_async.scheduler.sequences.running import RunningSet
+from toka_async.scheduler.sequences.token_log import TokenColumns
 from toka_async.scheduler.statistics import StatsSource
 from toka_async.scheduler.step_budget import StepLimits
 from toka_async.scheduler.stop_masks import StopTable
@@ -87,7 +107,7 @@ class Core:
         self._queue = PrefillQueue()
         self._stops = StopTable(ready.vocab_size)
         self._running = RunningSet(ready, prefix)
-        self._replies = Replies(self._running.table)
+        self._replies = Replies(self._running.table, ready.vocab_size)
         self._preemption = Preemption(self._running, self._queue, self._requests)
         self._admission = admission(self._running)
         group_min_pages = max(1, -(-group_min_tokens // ready.page_size))
@@ -117,6 +137,9 @@ class Core:
         )
         self._in_flight: deque[StepRecord] = deque()
         self._num_arrived = 0
+        self._pauses = PauseState()
+        self._orders = RankOrders(max(1, len(ready.ranks)))
+        self._holds_steps = False  # because of these two
 
     # ---- from the server
 
@@ -136,6 +159,8 @@ class Core:
                 self._stops.drop(message.stop_id)
             case AskStats():
                 self._stats.note_question(message.number, message.forecast)
+            case Control():
+                self.control(message)
 
     def submit(self, submit: Submit, now: float) -> None:
         """Queue a request; one that can never run fails at once."""
@@ -209,16 +234,97 @@ class Core:
             seq = int(seqs[0])
             length = np.asarray([message.num_tokens], np.int32)
             self._admission.observe_ends(seqs, length, np.zeros(1, np.bool_))
-            _, tokens, logprobs = self._running.log.take(seqs)
+            _, columns = self._running.log.take(seqs)
             tops = {seq: self._running.tops.pop(seq, [])[: message.num_tokens]}
             if not request.submit.stream:
-                self._send_end(seqs, tokens[: message.num_tokens], logprobs[: message.num_tokens], tops)
+                self._send_end(seqs, columns.cut(message.num_tokens), tops)
             self._results.end_seqs(seqs)
         elif not self._end_waiting(request, message):
             return
         if request.submit.stream:
             self._replies.add_ends(request, sample, Reason.STOP_STRING)
         self._results.close_samples(np.asarray([request.request_id], np.int32))
+
+    # ---- control
+
+    def control(self, message: Control) -> None:
+        """Carry out an action, or begin to; a ControlDone follows."""
+        action = message.action
+        if isinstance(action, Pause):
+            self._pause(message.number, action.mode)
+        elif isinstance(action, RANK_ACTIONS):
+            if isinstance(action, BeginUpdate):
+                self._pauses.is_updating = True
+            elif isinstance(action, Sleep):
+                self._running.cache.begin_epoch()
+            self._orders.add(message)
+        else:
+            self._replies.add(ControlDone(number=message.number, count=self._act(action)))
+        self._note_hold()
+
+    def _act(self, action: AnyAction) -> int:
+        """Carry out what needs no ranks; returns the count of the answer."""
+        match action:
+            case Resume():
+                self._queue.release()
+                self._replies.add_all(self._pauses.resume())
+            case Abort(request_ids=ids, everything=everything):
+                return self.abort(list(self._requests) if everything else as_i32(ids).tolist())
+            case ResetPrefixCache():
+                self._running.cache.begin_epoch()
+            case CommitUpdate(version=version):
+                self._running.log.change_version(version)
+                self._running.cache.begin_epoch()  # what older weights computed is not for new prompts
+                self._pauses.end_update(failed=False)
+            case SetVersion(version=version):
+                self._running.log.change_version(version)
+            case AbandonUpdate():
+                self._pauses.end_update(failed=True)
+        return 0
+
+    def _note_hold(self) -> None:
+        self._holds_steps = self._pauses.holds_steps or self._orders.is_busy
+
+    def next_order(self) -> Control | None:
+        """Take the action that the ranks are to carry out now, when no step is queued on them."""
+        return None if self._in_flight else self._orders.take()
+
+    def complete_order(self, done: ControlDone) -> None:
+        answer = self._orders.complete(done)
+        if answer is not None:
+            self._replies.add(answer)
+            self._note_hold()
+
+    def _pause(self, number: int, mode: PauseMode) -> None:
+        self._pauses.pause(number, mode)
+        self._queue.release()
+        match mode:
+            case "abort":
+                self.abort(list(self._requests))
+            case "retract":
+                self._preemption.retract()
+            case "wait":
+                self._queue.hold()
+
+    @property
+    def _is_quiet(self) -> bool:
+        """No step is queued, and while requests are waited for, none has begun."""
+        if self._in_flight:
+            return False
+        running = self._running
+        has_begun = running.num_running or running.forking or self._preemption.draining or len(self._queue)
+        return self._pauses.mode != "wait" or not has_begun
+
+    def abort(self, request_ids: Iterable[int]) -> int:
+        """End requests early with the tokens that they have; returns how many. Ignores unknown ids."""
+        requests = [self._requests[each] for each in dict.fromkeys(request_ids) if each in self._requests]
+        scored = [request for request in requests if request.scores is not None]
+        for request in scored:
+            self._replies.add_failure(request.request_id, "it was aborted before its prompt's log-probs were computed")
+        send_aborted([request for request in requests if request.scores is None], self._running, self._replies)
+        for request in requests:
+            self.cancel(request.request_id)
+        return len(requests)
 
     # ---- to and from the ranks
 
@@ -228,7 +334,7 @@ class Core:
         Each is built when it is asked for, so that idle ranks begin while the next one is built.
         """
         depth = self._depth.depth
-        while len(self._in_flight) < depth:
+        while len(self._in_flight) < depth and not self._holds_steps:
             # When the ranks are about to run dry, a step of what runs goes first; admission follows with the next one.
             admit = bool(self._in_flight) or depth == 1
             built = self._builder.build(now, admit, most=depth - len(self._in_flight) if admit else 1)
@@ -269,6 +375,8 @@ class Core:
         self._stats.add_loads(loads)
 
     def take_messages(self, now: float) -> list[ToServer]:
+        if self._pauses.is_awaited and self._is_quiet:
+            self._replies.add_all(self._pauses.complete())
         stats = self._stats.take_due(now, idle=not self._in_flight)
         if stats is not None:
             self._replies.add(stats)
@@ -298,9 +406,9 @@ class Core:
 
     # ---- ends found by the server
 
-    def _send_end(self, seqs: Int32, tokens: Int32, logprobs: Float32, tops: dict[int, list[Top]]) -> None:
-        count, reason = np.asarray([tokens.size], np.int32), np.asarray([Reason.STOP_STRING], np.int32)
-        self._replies.add_rows(seqs, count, tokens, logprobs, reason, tops)
+    def _send_end(self, seqs: Int32, columns: TokenColumns, tops: dict[int, list[Top]]) -> None:
+        count, reason = np.asarray([columns.token_ids.size], np.int32), np.asarray([Reason.STOP_STRING], np.int32)
+        self._replies.add_rows(seqs, count, columns, reason, tops)
 
     def _end_waiting(self, request: Request, message: EndSample) -> bool:
         """End a preempted sample that waits in the queue; False if it has ended already."""
@@ -309,7 +417,9 @@ class Core:
             return False
         self._queue.cancel(task)
         if not request.submit.stream:
-            self._replies.add_waiting_end(request, message, task.generated)
+            self._replies.add_waiting_end(
+                request, message.sample, message.num_tokens, task.generated, Reason.STOP_STRING
+            )
         return True
 
     def check(self) -> None:

@@ -11,13 +11,15 @@ from toka_async import __version__
 from toka_async.batches.store import Store
 from toka_async.checkpoint.generation import GenerationDefaults
 from toka_async.config import Config
+from toka_async.openai.generation import KINDS
 from toka_async.server.access.access_log import AccessLog
-from toka_async.server.access.errors import add_headers, answer_errors
+from toka_async.server.access.errors import CLOSED, add_headers, answer_errors
 from toka_async.server.access.guard import GUARD, OPEN, Guard, add_cors_headers, check_sender
 from toka_async.server.access.keys import Keys
 from toka_async.server.access.origins import read_origins
 from toka_async.server.batch.batch_service import BatchService
 from toka_async.server.engine.engine import Engine
+from toka_async.server.engine.facts import facts_of
 from toka_async.server.engine.load import show_load
 from toka_async.server.engine.status import StatusLine
 from toka_async.server.engine.vllm_metrics import VllmCollector
@@ -29,6 +31,10 @@ from toka_async.server.http.routes import add_routes
 from toka_async.server.http.unsent import UNSENT, count_answers, create_unsent
 from toka_async.server.limits.accounts import Accounts
 from toka_async.server.page.page import open_page, page_paths, page_routes
+from toka_async.server.sglang import routes as sglang
+from toka_async.server.sglang.weights import NAP, OPEN_UPDATE, Nap, OpenUpdate
+from toka_async.server.vllm import routes as vllm
+from toka_async.server.vllm.info import FACTS
 from toka_async.text.chat import ChatTemplate
 from toka_async.text.tokenizer import Tokenizer
 
@@ -63,12 +69,17 @@ def create_app(
     unsent.show(engine.metrics)
     page = page_routes() if config.server.page else {}
     open_paths = OPEN | page_paths(page) | ({"/metrics"} if config.auth.open_metrics else set())
-    guard = app[GUARD] = Guard(keys, service.accounts, open_paths, read_origins(config.auth, config.server.host))
+    of_admins = vllm.ADMIN_ROUTES | sglang.ADMIN_ROUTES
+    admin_paths = frozenset(path for _, path in of_admins)
+    app[OPEN_UPDATE], app[NAP] = OpenUpdate(), Nap()
+    app[FACTS], app[CLOSED] = facts_of(config), frozenset() if config.server.admin else admin_paths
+    origins = read_origins(config.auth, config.server.host)
+    guard = app[GUARD] = Guard(keys, service.accounts, open_paths, origins, admin_paths)
     batches = app[files.BATCHES] = (
         None if store is None else BatchService(store, service, config.batches, guard.open_owner_account)
     )
     app.on_response_prepare.extend([add_headers, add_cors_headers])
-    add_routes(app, page)
+    add_routes(app, vllm.ROUTES | sglang.ROUTES | page | (of_admins if config.server.admin else {}))
     if page:
         open_page(app)
 
@@ -112,7 +123,7 @@ def create_service(
         served_name,
         tokenizer,
         chat_template,
-        make_defaults(defaults, ends),
+        make_defaults(defaults, ends, KINDS[config.model.logprobs_mode]),
         engine,
         executor,
         Accounts(config.limits, config.auth),

@@ -81,6 +81,7 @@ from toka_async.tuning.async_tp import RankShape, build_layouts
 from toka_async.tuning.attention import AttentionChoice
 from toka_async.tuning.settle import settle
 from toka_async.tuning.store import Facts, TuningCache, describe_gpu, find_folder
+from toka_async.weights.rank_control import RankControl
 
 if TYPE_CHECKING:  # needs Triton, which is not everywhere
     from toka_async.tuning.gemm import ProductTuning
@@ -183,6 +184,12 @@ class RunnerFactory:
         if self.left_to_compile is not None and self.coords.device_index == 0:  # once for all ranks and replicas
             compile_in_background(self.left_to_compile)
         return runner
+
+    def make_control(self, runner: Runner, rank: int, number: int) -> RankControl:
+        """Makes what a trainer controls. rank: in the replica. number: among all ranks of all replicas."""
+        assert isinstance(runner.model, Decoder)
+        assert isinstance(runner.cache, KVCache)
+        return RankControl(runner.model, self.spec, runner.cache, rank, self.coords.rank, number)
 
     def describe_kept(self) -> str:
         """Describes what a build left on the disk for later starts, and what it could not leave there."""
@@ -429,7 +436,8 @@ class RunnerFactory:
         show = show_nothing if choose is None else self.stages.show
         # One page more, for rows that only fill up a batch.
         shape = spec.num_layers, num_pages + 1, spec.num_kv_heads, page_size, spec.head_dim
-        cache = KVCache(*shape, self.dtype, self.device, show, self.cache_format)
+        can_sleep = self.config.cache.can_sleep and choose is not None
+        cache = KVCache(*shape, self.dtype, self.device, show, self.cache_format, can_sleep)
         backend = self.config.attention.backend
         if self.invariant:
             attention = build_invariant_attention(backend, cache, spec.num_heads, spec.windows, limits.max_seqs)

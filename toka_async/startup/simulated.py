@@ -28,6 +28,7 @@ from toka_async.arrays import (
 from toka_async.checkpoint.limits import resolve_limits, resolve_num_pages
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.config import CacheConfig, ModelConfig, ScheduleConfig, SimulatedConfig
+from toka_async.control import Control, ControlDone, Sleep, Wake
 from toka_async.messages import ChunkLogprobs, Prompt, Ready, Step, StepDone, TokenSampling
 
 Want = tuple[bytes, int, int, int]  # end ids, min_tokens, num_logprobs, num_prompt_logprobs
@@ -90,6 +91,12 @@ class SimulatedRank:
     def wait(self) -> None:
         """Notes that no step is queued: the next one starts when it comes, not when the last one ended."""
         self._free_at = 0.0
+
+    def control(self, control: Control, rank: int) -> ControlDone:
+        """Refuses what needs weights; there is no cache whose memory could be given back."""
+        is_fine = isinstance(control.action, Sleep | Wake)
+        error = "" if is_fine else "model.device=simulated has no weights"
+        return ControlDone(number=control.number, rank=rank, error=error)
 
     def run(self, step: Step) -> StepDone:
         """Runs one step. Sleeps until its time is over; a queued step starts at the end of the one before."""

@@ -45,6 +45,7 @@ class ChatTemplate:
 
         special_tokens: the names that the template sees, such as `bos_token`, with their texts.
         """
+        self.source = source
         self._special_tokens = dict(special_tokens or {})
         self._uses_content = "content" in source
         try:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,30 @@ def test_an_agent_ends_with_its_lifeline(cluster: Cluster) -> None:
     assert first.wait(60) == 1
     wait_until_gone(ranks)
     wait_until(lambda: server.get("/health")[0] == 503)
+
+
+def test_an_agent_that_downloads_the_model_can_be_stopped(tmp_path: Path) -> None:
+    """Only the leader has the model where it is said to be. The other one's hub never answers."""
+    shutil.copytree(DEMO, tmp_path / "org" / "model")
+    (tmp_path / "empty").mkdir()
+    here = Path.cwd()
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as hub:
+            port = hub.getsockname()[1]
+            environment = {**with_path(here), "HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path)}
+            os.chdir(tmp_path)
+            with starting(
+                tmp_path, 2, *SIMULATED, "model.path=org/model", "parallel.pp=2", environment=environment
+            ) as made:
+                os.chdir(tmp_path / "empty")
+                agent = made.join(1)
+                connection, _ = hub.accept()
+                agent.send_signal(signal.SIGTERM)
+                assert agent.wait(60) == -signal.SIGTERM
+                connection.close()
+                wait_until(lambda: "node 1 (127.0.0.1, lo) was lost" in made.said())
+    finally:
+        os.chdir(here)
 
 
 def test_another_model_is_refused_on_both_ends(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import select
+import socket
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 import zmq
 
 from tests.drivers.until import wait_until
+from toka_async.nodes import links
 from toka_async.nodes.keys import derive_keys
 from toka_async.nodes.leading import listen
 from toka_async.nodes.links import LeaderLink, LinkRefusedError, NodeLinks
@@ -20,16 +24,16 @@ KEYS = derive_keys("of this test")
 class Ends:
     """A leader, and agents that connect to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, hang_timeout: float = 30.0) -> None:
         with listen("127.0.0.1") as listener:
             self.address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-            self.leader = NodeLinks(self.address, listener.detach(), KEYS, timeout=30.0)
+            self.leader = NodeLinks(self.address, listener.detach(), KEYS, hang_timeout)
         self.context: zmq.Context[Any] = zmq.Context()
         self.agents: list[LeaderLink] = []
         self.heard: list[tuple[bytes, ToLeader | None]] = []
 
-    def connect(self, secret: str = "of this test") -> LeaderLink:
-        self.agents.append(LeaderLink(self.context, self.address, derive_keys(secret)))
+    def connect(self, secret: str = "of this test", address: str = "") -> LeaderLink:
+        self.agents.append(LeaderLink(self.context, address or self.address, derive_keys(secret)))
         return self.agents[-1]
 
     def hear(self, number: int) -> list[tuple[bytes, ToLeader | None]]:
@@ -109,9 +113,64 @@ def test_an_agent_learns_that_the_leader_is_gone(ends: Ends) -> None:
     ends.leader.close = lambda: None  # type: ignore[method-assign]
 
 
-def test_a_wrong_secret_is_refused(ends: Ends) -> None:
+def test_a_wrong_secret_is_refused(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
     agent = ends.connect("another")
     agent.send(Checked({}))
     with pytest.raises(LinkRefusedError):
         wait_until(has_broken(agent))
-    assert not list(ends.leader.receive())
+
+    def has_warned() -> bool:
+        assert not list(ends.leader.receive())
+        return bool(caplog.messages)
+
+    wait_until(has_warned)
+    assert caplog.messages == [
+        "a node with another key asked to join: TOKA_CLUSTER_KEY must be the same on all nodes"
+    ]  # however often it tried
+
+
+class Relay:
+    """Stands before the leader. Connections stay open once it is silent, and carry nothing."""
+
+    def __init__(self, address: str) -> None:
+        self._there = ("127.0.0.1", int(address.rpartition(":")[2]))
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
+        self.is_silent, self.is_over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._carry)
+        self._thread.start()
+
+    def _carry(self) -> None:
+        here, _ = self._server.accept()
+        with self._server, here, socket.create_connection(self._there) as there:
+            others = {here: there, there: here}
+            while not self.is_silent.wait(0.01):
+                for ready in select.select([*others], [], [], 0)[0]:
+                    others[ready].sendall(ready.recv(65536))
+            self.is_over.wait()
+
+    def close(self) -> None:
+        self.is_silent.set()
+        self.is_over.set()
+        self._thread.join()
+
+
+@pytest.mark.parametrize("hang_timeout", [0.0, 0.4])
+def test_a_silent_machine_is_lost_also_where_processes_may_hang(
+    monkeypatch: pytest.MonkeyPatch, hang_timeout: float
+) -> None:
+    monkeypatch.setattr(links, "SILENT", 0.4)
+    ends = Ends(hang_timeout)
+    relay = Relay(ends.address)
+    try:
+        agent = ends.connect(address=relay.address)
+        agent.send(Checked({}))
+        ((peer, _),) = ends.hear(1)
+        ends.leader.send(peer, EndRank("rank-0-0"))
+        receive(agent)
+        relay.is_silent.set()
+        assert ends.hear(2)[1] == (peer, None)
+        wait_until(has_broken(agent))
+    finally:
+        relay.close()
+        ends.close()

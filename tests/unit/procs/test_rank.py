@@ -17,6 +17,7 @@ import torch
 from toka_async.arrays import EMPTY, i32_column
 from toka_async.checkpoint.spec import ModelError
 from toka_async.config import Config, ParallelConfig
+from toka_async.control import Checksum, Control, ControlDone
 from toka_async.messages import ExpertLoads, FromRank, RankDevice, Ready, StageTimes, Step, StepDone, ToRank
 from toka_async.procs import rank
 from toka_async.procs.child import Alive, ChildSpec, Fatal, ParentLink, Started, Status
@@ -100,7 +101,7 @@ class Computed:
 class Steps:
     """An inbox; when it is empty, the parent ends the process."""
 
-    def __init__(self, steps: Sequence[Step], link: Link, results: Results, num_results: int) -> None:
+    def __init__(self, steps: Sequence[ToRank], link: Link, results: Results, num_results: int) -> None:
         self.steps = [*steps]
         self.link = link
         self.results = results
@@ -117,7 +118,7 @@ def nothing() -> None:
     """What a thread does first where there is no GPU."""
 
 
-def ignore(_: StepDone) -> None:
+def ignore(_: object) -> None:
     """What a rank does whose results are another's too."""
 
 
@@ -231,7 +232,13 @@ def run_serve(
     entered: list[str] = []
     queue: SimpleQueue[Collect] = SimpleQueue()
     patch.setattr(rank, "SimpleQueue", lambda: queue)
-    started = READY, lambda step: launch(step).collect, lambda: entered.append(threading.current_thread().name)
+    control = SimpleNamespace(run=lambda order: ControlDone(number=order.number))
+    started = (
+        READY,
+        lambda step: launch(step).collect,
+        lambda: entered.append(threading.current_thread().name),
+        control,
+    )
     patch.setattr(rank, "build", lambda _: started)
     patch.setattr(threading, "excepthook", lambda _: None)
     before = set(threading.enumerate())
@@ -288,6 +295,16 @@ def test_steps_are_launched_while_others_are_computed(
 
 
 @pytest.mark.usefixtures("frozen")
+def test_an_action_is_answered_after_the_steps_before_it(
+    link: Link, results: Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages: list[ToRank] = [Step(step_id=1), Control(number=5, action=Checksum()), Step(step_id=2)]
+    run_serve(monkeypatch, lambda step: Computed(step.step_id), link, results, Steps(messages, link, results, 1 + 3))
+    sent = [each.step_id if isinstance(each, StepDone) else each for each in results.sent[1:]]
+    assert sent == [1, ControlDone(number=5), 2]
+
+
+@pytest.mark.usefixtures("frozen")
 def test_a_failing_launch_ends_the_process(
     link: Link, results: Results, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -303,7 +320,7 @@ def test_a_failing_launch_ends_the_process(
 def test_a_model_that_does_not_fit_is_never_ready(
     link: Link, results: Results, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build(_: ChildSpec) -> tuple[Ready, Callable[[Step], Collect], Callable[[], None]]:
+    def build(_: ChildSpec) -> NoReturn:
         raise ModelError("cache.num_tokens=9: too many")
 
     monkeypatch.setattr(rank, "build", build)
@@ -327,7 +344,7 @@ def test_a_model_that_does_not_fit_is_never_ready(
 def test_a_start_that_fails_lets_a_dead_rank_be_heard_of_first(
     link: Link, monkeypatch: pytest.MonkeyPatch, error: Exception, raised: type[Exception], message: str
 ) -> None:
-    def build(_: ChildSpec) -> tuple[Ready, Callable[[Step], Collect], Callable[[], None]]:
+    def build(_: ChildSpec) -> NoReturn:
         raise error
 
     waited: list[float] = []

@@ -59,6 +59,7 @@ def test_a_request_goes_through() -> None:
     )
     run_turn(core, requests, results, server, ranks, times, ready)
     (step,) = ranks.drain()
+    assert isinstance(step, Step)
     assert as_i32(step.prompts[0].token_ids).tolist() == [1, 2, 3]
     assert not [message for message in server.drain() if isinstance(message, Tokens)]
 
@@ -101,6 +102,7 @@ def test_first_tokens_go_before_the_next_steps_while_ranks_have_one() -> None:
     core.submit(submit(0, [1, 2, 3], max_tokens=6, stream=True), 0.0)
     assert turn() == [Step, Step]
     for step in ranks.drain():
+        assert isinstance(step, Step)
         for part in step.passes():
             results.send(rank.run(part))
             assert turn() == ([Prefills, Tokens, Step] if step.step_id == 0 else [Step, Tokens])

@@ -194,7 +194,7 @@ def test_padding_writes_no_page_of_a_row(fake_graphs: FakeGraphs) -> None:
     *rows, fourth = start(driver, FAST, 4)
     driver.step()
     driver.free(fourth)
-    cache: FakeCache = driver.runner._cache  # type: ignore[assignment]
+    cache: FakeCache = driver.runner.cache  # type: ignore[assignment]
     before = cache.tokens[fourth.pages].copy()
     driver.free_pages = driver.free_pages[: -len(fourth.pages)]  # nobody else takes them
     for _ in range(9):

@@ -142,7 +142,7 @@ def test_padding_writes_no_page_of_a_row(fake_graphs: FakeGraphs) -> None:
     gone = start(driver, 7)
     rows = [start(driver, 5), start(driver, 3)]
     driver.step([7, 1])
-    cache: FakeCache = driver.runner._cache  # type: ignore[assignment]
+    cache: FakeCache = driver.runner.cache  # type: ignore[assignment]
     driver.free(gone)
     before = cache.tokens[gone.pages].copy()
     driver.free_pages = driver.free_pages[: -len(gone.pages)]  # nobody else takes them

@@ -35,6 +35,14 @@ def test_prompts_get_the_time_that_decoding_leaves() -> None:
     assert allowed(limits, NOTHING, tokens=7).take_chunk(0, 5000) == 7
 
 
+def test_steps_beside_streams_are_some_times_as_long_as_without_prompts() -> None:
+    limits = StepLimits(seconds=1.0, streaming=4 * STEP, decodings=3)
+    assert 500 < allowed(limits, NOTHING, is_streaming=True).take_chunk(0, 5000) <= 2 * CONSTANT
+    assert allowed(limits, NOTHING).take_chunk(0, 5000) > 4000
+    decoding = StepWork(200, 0)
+    assert 540 < allowed(limits, decoding, is_streaming=True).take_chunk(0, 5000) <= 3 * CONSTANT - 200
+
+
 def test_a_chunk_after_many_tokens_is_smaller() -> None:
     limits = StepLimits(seconds=STEP + 1000 * TOKEN)
     sizes = [allowed(limits, NOTHING).take_chunk(start, 5000) for start in (0, 16_384, 65_536)]

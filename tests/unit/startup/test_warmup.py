@@ -187,7 +187,7 @@ def test_warm_up_captures_and_replays(fake_graphs: FakeGraphs, ready: Ready, gro
 @pytest.mark.usefixtures("plain_kernels")
 def test_warm_up_copies_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, copied = runner_with_kernels(ODD[-1]), []
-    monkeypatch.setattr(runner._cache, "copy_pages", lambda *pages: copied.append(pages))
+    monkeypatch.setattr(runner.cache, "copy_pages", lambda *pages: copied.append(pages))
     warm_up(runner, StartupProgress(io.StringIO(), shown=False))
     assert copied
 

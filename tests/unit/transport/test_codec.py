@@ -1,10 +1,41 @@
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
 
 from toka_async.arrays import as_bool, as_i32, as_i64, column, f32_column, i32_column
+from toka_async.control import (
+    AbandonUpdate,
+    Abort,
+    BeginUpdate,
+    Broadcast,
+    Checksum,
+    CloseTransfer,
+    CommitUpdate,
+    Control,
+    ControlDone,
+    CudaBucket,
+    CudaHandle,
+    Directory,
+    GroupTransfer,
+    LoadTensors,
+    NcclTransfer,
+    OpenTransfer,
+    PartSum,
+    Pause,
+    RankAction,
+    ResetPrefixCache,
+    Resume,
+    SetVersion,
+    ShmBucket,
+    Sleep,
+    Source,
+    VerifyUpdate,
+    Wake,
+)
 from toka_async.messages import (
     AskStats,
     Cancels,
@@ -80,6 +111,13 @@ STEP = Step(
 )
 CHUNK = ChunkLogprobs(slot=1, start=4, logprobs=FLOATS, ranks=IDS, num_top=1, top_ids=IDS, top_logprobs=FLOATS)
 TO_SCHEDULER: list[ToScheduler] = [
+    Control(number=7, action=Pause(mode="keep")),
+    Control(number=8, action=Abort(request_ids=IDS)),
+    Control(number=9, action=Resume()),
+    Control(number=10, action=ResetPrefixCache()),
+    Control(number=11, action=CommitUpdate(version="v")),
+    Control(number=12, action=AbandonUpdate()),
+    Control(number=13, action=SetVersion(version="v")),
     Submits(
         request_ids=IDS,
         lengths=IDS,
@@ -98,6 +136,7 @@ TO_SCHEDULER: list[ToScheduler] = [
     AskStats(number=2, forecast=True),
 ]
 TO_SERVER: list[ToServer] = [
+    ControlDone(number=7, replica=1, life=2, error="no", count=3),
     READY,
     msgspec.structs.replace(READY, ranks=(RankDevice(rank=1, device="cpu", dtype="float32", total=2**40),)),
     Tokens(
@@ -119,7 +158,28 @@ TO_SERVER: list[ToServer] = [
     Stats(expert_loads=(memoryview(b""), IDS)),
     Stats(forecast=Forecast(steps=40, pages=(7, 5, 0), limit=2**30)),
 ]
+SHARED = CudaHandle(gpu="1", handle=b"2", size=3, offset=4, counter=b"5", counter_offset=6, event=b"7", waits=True)
+GROUP = GroupTransfer(address="here", port=1, rank_offset=1, world_size=2, backend="gloo")
+BUCKETS: list[Source] = [
+    Broadcast(transfer="t"),
+    ShmBucket(name="s", offsets=(0, 16)),
+    CudaBucket(handles=(SHARED,), offsets=(0, 16)),
+    Directory(path="/p"),
+]
+NAMES: dict[str, Any] = {"names": ("a", "b"), "dtypes": ("float32", "bfloat16"), "shapes": ((2, 3), ())}
+RANK_CONTROL: list[RankAction] = [
+    OpenTransfer(transfer=GROUP, seconds=1.5),
+    OpenTransfer(transfer=NcclTransfer(unique_id=bytes(128), rank_offset=1, world_size=2), seconds=1.5),
+    CloseTransfer(name="t"),
+    BeginUpdate(),
+    *(LoadTensors(**NAMES, source=source, seconds=2.5) for source in BUCKETS),
+    VerifyUpdate(partial=True),
+    Checksum(),
+    Sleep(),
+    Wake(),
+]
 FROM_RANK: list[FromRank] = [
+    ControlDone(number=7, rank=1, sums=(PartSum("a", "0+1", 2**64 - 1),)),
     READY,
     StageTimes(stage=1, seconds=2.5, stalled=0.25, waited=1.5),
     StepDone(
@@ -141,6 +201,7 @@ CHANNELS = [
     *((ToServer, message) for message in TO_SERVER),
     *((FromRank, message) for message in FROM_RANK),
     (ToRank, STEP),
+    *((ToRank, Control(number=1, action=action)) for action in RANK_CONTROL),
 ]
 
 
@@ -161,6 +222,7 @@ def test_columns_of_a_decoded_message_are_views_of_the_received_bytes() -> None:
     codec: Codec[ToRank] = Codec(ToRank)
     data = bytearray(codec.encode(STEP))
     back = codec.decode(memoryview(data))
+    assert isinstance(back, Step)
     place = bytes(data).index(IDS.tobytes())
     data[place] = 99  # of the first column, dropped_prompts
     assert as_i32(back.dropped_prompts).tolist() == [99, 2, 3]

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.sampling.kernels import RowTable, SamplingKernels
-from toka_async.kernels.sampling.raw import find_raw, restore
+from toka_async.kernels.sampling.raw import find_likeliest, restore
 from toka_async.kernels.sampling.row import (
     BIASED,
     COUNTED,
@@ -111,8 +111,8 @@ class EditKernels:
         `table.seen` of ids whose repetition penalty is applied here.
 
         Returns:
-            The likeliest token ids, int32 [s, NUM_TOP], and their raw log-probs, float32 [s, NUM_TOP]: as many of each
-            row as `edits.num_top` says.
+            The likeliest token ids, int32 [s, NUM_TOP], and their log-probs, float32 [s, NUM_TOP]: as many of each row
+            as `edits.num_top` says, raw ones for rows flagged RAW, and those after edits for rows flagged TOP.
         """
         num_rows = len(slots)
         top_ids = torch.empty(num_rows, NUM_TOP, dtype=torch.int32, device=logits.device)
@@ -120,30 +120,7 @@ class EditKernels:
         if not num_rows:
             return top_ids, top_values
         shape = self._shape(logits)
-        maxima, picks = self._workspace
-        num_lines = maxima.shape[1]
-        part_lines = min(_PART_LINES, triton.next_power_of_2(num_lines))
-        find_raw[(num_rows,)](
-            logits,
-            slots,
-            table.flags,
-            edits.num_top,
-            maxima,
-            picks,
-            self._sums,
-            top_ids,
-            top_values,
-            vocab=self._vocab,
-            num_lines=num_lines,
-            padded_lines=triton.next_power_of_2(num_lines),
-            part_lines=part_lines,
-            num_parts=triton.cdiv(num_lines, part_lines),
-            picks_stride=picks.stride(0),
-            num_top=NUM_TOP,
-            padded_top=triton.next_power_of_2(NUM_TOP),
-            num_warps=8,
-            **shape,
-        )
+        self._find_likeliest(logits, slots, table, edits, (top_ids, top_values), edited=False)
         edit[(min(self._num_programs, num_rows),)](
             logits,
             slots,
@@ -177,7 +154,48 @@ class EditKernels:
             enable_fp_fusion=False,  # rounds as plain torch does
             **shape,
         )
+        self._find_likeliest(logits, slots, table, edits, (top_ids, top_values), edited=True)
         return top_ids, top_values
+
+    def _find_likeliest(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        table: RowTable,
+        edits: EditTable,
+        output: tuple[Tensor, Tensor],
+        *,
+        edited: bool,
+    ) -> None:
+        """Finds the likeliest tokens of rows that ask for them before the logits are edited, or after it."""
+        maxima, picks = self._workspace
+        num_lines = maxima.shape[1]
+        part_lines = min(_PART_LINES, triton.next_power_of_2(num_lines))
+        find_likeliest[(len(slots),)](
+            logits,
+            slots,
+            table.flags,
+            table.temperature,
+            table.repetition,
+            table.seen,
+            edits.num_top,
+            maxima,
+            picks,
+            self._sums,
+            *output,
+            edited=edited,
+            vocab=self._vocab,
+            seen_stride=table.seen.stride(0),
+            num_lines=num_lines,
+            padded_lines=triton.next_power_of_2(num_lines),
+            part_lines=part_lines,
+            num_parts=triton.cdiv(num_lines, part_lines),
+            picks_stride=picks.stride(0),
+            num_top=NUM_TOP,
+            padded_top=triton.next_power_of_2(NUM_TOP),
+            num_warps=8,
+            **self._shape(logits),
+        )
 
     def restore(
         self,

@@ -14,7 +14,10 @@ from toka_async.scheduler.cache.prefix_tree import Node, PrefixTree
 
 
 class PageCache:
-    """The pool, the prefix tree and the chains of one replica's KV cache."""
+    """The pool, the prefix tree and the chains of one replica's KV cache.
+
+    epoch: new prompts share pages with those that were opened in the same epoch.
+    """
 
     def __init__(self, num_pages: int, page_size: int, prefix: bool) -> None:
         self.page_size = page_size
@@ -22,6 +25,7 @@ class PageCache:
         self.pool = PagePool(num_pages)
         self.tree = PrefixTree(page_size)
         self.chains = PageChains(num_pages)
+        self.epoch = 0
 
     @property
     def num_pages(self) -> int:
@@ -50,9 +54,14 @@ class PageCache:
         """Acquire the longest cached prefix of a salt that leaves at least one token to compute."""
         if not self.prefix:
             return []
-        nodes = self.tree.match(tokens, (tokens.size - 1) // self.page_size, salt)
+        nodes = self.tree.match(tokens, (tokens.size - 1) // self.page_size, salt, self.epoch)
         self.tree.acquire(nodes)
         return nodes
+
+    def begin_epoch(self) -> None:
+        """New prompts find nothing of earlier ones from now on. Owned pages stay with their owners."""
+        self.epoch += 1
+        self.pool.give(self.tree.evict(self.tree.num_cached))
 
     def release(self, nodes: list[Node]) -> None:
         self.tree.release(nodes)

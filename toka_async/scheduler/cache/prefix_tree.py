@@ -1,7 +1,8 @@
 """The prefix tree: full pages of prompts by their tokens, with owners, evicted least recently used first.
 
 One node a page. Whoever owns a node owns its ancestors, so unowned nodes have only unowned descendants, and every
-unowned page can be reclaimed. Prompts of different salts share nothing: the salt is part of the key of the first page.
+unowned page can be reclaimed. Prompts of different salts or epochs share nothing: both are part of the key of the first
+page.
 Knows tokens and page numbers; not requests, nor whether a page's content is computed (the scheduler inserts a page with
 the step that fills it, and ranks run steps in order).
 """
@@ -16,7 +17,7 @@ import numpy as np
 
 from toka_async.arrays import Int32
 
-SALT_BYTES = 8
+SALT_BYTES = 16  # of a salt and an epoch
 
 
 @dataclass(slots=True, eq=False)
@@ -46,10 +47,10 @@ class PrefixTree:
         self.num_owned = 0
         self.num_cached = 0
 
-    def match(self, tokens: Int32, max_pages: int, salt: int = 0) -> list[Node]:
-        """Find the longest chain of nodes of a salt that holds the first tokens, at most `max_pages` long."""
+    def match(self, tokens: Int32, max_pages: int, salt: int = 0, epoch: int = 0) -> list[Node]:
+        """Find the longest chain of nodes of a salt and epoch that holds the first tokens, of at most `max_pages`."""
         node, nodes, width = self._root, [], 4 * self._page_size
-        data, before = tokens.tobytes(), _salt_key(salt)
+        data, before = tokens.tobytes(), _salt_key(salt, epoch)
         for i in range(min(max_pages, tokens.size // self._page_size)):
             child = node.children.get(before + data[i * width : (i + 1) * width])
             if child is None:
@@ -79,14 +80,14 @@ class PrefixTree:
                 if not node.children:
                     self._offer(node)
 
-    def insert(self, parent: Node | None, tokens: Int32, page: int, salt: int = 0) -> Node | None:
-        """Add a node of `tokens` (one page) below `parent` (None: the root, for a salt), owned by the caller.
+    def insert(self, parent: Node | None, tokens: Int32, page: int, salt: int = 0, epoch: int = 0) -> Node | None:
+        """Add a node of `tokens` (one page) below `parent` (None: the root), owned by the caller.
 
         Returns None if the tree already has such a node; `page` then stays the caller's.
         """
         above = parent or self._root
         assert above.num_owners > 0
-        key = tokens.tobytes() if parent else _salt_key(salt) + tokens.tobytes()
+        key = tokens.tobytes() if parent else _salt_key(salt, epoch) + tokens.tobytes()
         if key in above.children:
             return None
         node = above.children[key] = Node(page=page, key=key, parent=above, num_owners=1)
@@ -140,9 +141,9 @@ class PrefixTree:
             assert node.num_owners or node.children or id(node) in offered
 
 
-def _salt_key(salt: int) -> bytes:
-    """The beginning of a first page's key: empty for salt 0."""
-    return salt.to_bytes(SALT_BYTES, "little") if salt else b""
+def _salt_key(salt: int, epoch: int) -> bytes:
+    """The beginning of a first page's key: empty where both are 0."""
+    return (salt | epoch << 64).to_bytes(SALT_BYTES, "little") if salt or epoch else b""
 
 
 def _is_valid(offer: Offer) -> bool:

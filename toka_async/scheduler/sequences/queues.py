@@ -15,7 +15,8 @@ class PrefillQueue:
     """A priority queue with removal in constant time: cancelled tasks are dropped when they surface.
 
     Most tasks come in order and stand in a line; the others are in a heap. A request lists its own waiting tasks
-    (`Request.waiting`), one for each sample.
+    (`Request.waiting`), one for each sample. While it holds, tasks of requests that have not begun stand aside, as if
+    they were not here.
     """
 
     def __init__(self) -> None:
@@ -25,6 +26,8 @@ class PrefillQueue:
         self._num_cancelled = 0
         self._num_tasks: Counter[int] = Counter()  # by priority
         self._num_tokens: Counter[int] = Counter()
+        self._holds = False
+        self._aside: dict[PrefillTask, None] = {}
 
     def __len__(self) -> int:
         return len(self._line) + len(self._heap) - self._num_cancelled
@@ -32,6 +35,12 @@ class PrefillQueue:
     def push(self, task: PrefillTask) -> None:
         assert task.sample not in task.request.waiting
         task.request.waiting[task.sample] = task
+        self._enter(task)
+
+    def _enter(self, task: PrefillTask) -> None:
+        if self._holds and not task.request.has_begun:
+            self._aside[task] = None
+            return
         self._count(task, 1)
         self._serial += 1
         entry = (task.order, self._serial, task)
@@ -39,6 +48,25 @@ class PrefillQueue:
             self._line.append(entry)
         else:
             heapq.heappush(self._heap, entry)
+
+    def hold(self) -> None:
+        """Set aside what has not begun, until `release`."""
+        self._holds = True
+        tasks = [task for _, _, task in (*self._line, *self._heap) if not task.cancelled]
+        self._line.clear()
+        self._heap.clear()
+        self._num_cancelled = 0
+        self._num_tasks.clear()
+        self._num_tokens.clear()
+        for task in sorted(tasks, key=lambda task: task.order):
+            self._enter(task)
+
+    def release(self) -> None:
+        """Take back what was set aside."""
+        self._holds = False
+        tasks, self._aside = self._aside, {}
+        for task in sorted(tasks, key=lambda task: task.order):
+            self._enter(task)
 
     def first(self) -> PrefillTask | None:
         line, heap = self._line, self._heap
@@ -83,6 +111,9 @@ class PrefillQueue:
         assert not task.cancelled
         task.cancelled = True
         del task.request.waiting[task.sample]
+        if task in self._aside:
+            del self._aside[task]
+            return
         self._count(task, -1)
         self._num_cancelled += 1
         if self._num_cancelled > 64 and self._num_cancelled > len(self):
@@ -97,4 +128,6 @@ class PrefillQueue:
         assert len(tasks) == len(self)
         assert self._num_tasks == Counter(task.request.submit.priority for task in tasks)
         assert self._num_tokens.total() == sum(task.token_ids.size for task in tasks)
-        assert all(task.request.waiting[task.sample] is task for task in tasks)
+        assert all(task.request.waiting[task.sample] is task for task in (*tasks, *self._aside))
+        assert not (self._aside and not self._holds)
+        assert not self._holds or all(task.request.has_begun for task in tasks)

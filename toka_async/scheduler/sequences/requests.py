@@ -13,6 +13,7 @@ import numpy.typing as npt
 from toka_async.arrays import Float32, Int32, Int64
 from toka_async.messages import Submit
 from toka_async.scheduler.cache.prefix_tree import Node
+from toka_async.scheduler.sequences.token_log import TokenColumns
 
 Top = tuple[Int32, Float32]  # the likeliest ids at a place and their log-probs, both [k]
 
@@ -68,6 +69,11 @@ class Request:
         """For n > 1: samples that have not started."""
         return self.submit.n - self.next_sample
 
+    @property
+    def has_begun(self) -> bool:
+        """Its prompt has been opened."""
+        return self.num_found >= 0
+
     def columns(self) -> tuple[int, ...]:
         """The request's entries in the sequence table, in the order of `SequenceTable.describe`."""
         submit, sampling = self.submit, self.submit.sampling
@@ -81,6 +87,7 @@ class Request:
             submit.stream,
             submit.n == 1,
             sampling.num_logprobs,
+            sampling.wants_kept,
             self.stop_row,
             sampling.min_tokens,
         )
@@ -90,10 +97,13 @@ class Request:
 class Generated:
     """Tokens of a preempted sequence, kept until it runs again. since: when the last token came."""
 
-    tokens: Int32
-    logprobs: Float32
+    columns: TokenColumns
     tops: list[Top] | None
     since: float = 0.0
+
+    @property
+    def tokens(self) -> Int32:
+        return self.columns.token_ids
 
 
 @dataclass(slots=True, eq=False)
@@ -134,6 +144,7 @@ class PromptRun:
     seq: int = -1  # the sequence that computes the prompt; -1: nothing (left) to compute
     num_seqs: int = 0  # sequences that hold pages of the run, the computing one included
     closed: bool = False
+    epoch: int = 0  # of the prefix tree
     request: Request = field(init=False)
 
     def __post_init__(self) -> None:

@@ -86,6 +86,7 @@ class RunningSet:
             num_to_compute=to_compute,
             num_found=len(nodes) * cache.page_size,
             num_computed=len(nodes) * cache.page_size,
+            epoch=cache.epoch,
             nodes=nodes,
             pages=pages,
             tail_page=int(new[-1]) if num_tail else -1,
@@ -133,7 +134,7 @@ class RunningSet:
 
     def _restore(self, seq: int, generated: Generated) -> None:
         self.table.remaining[seq] -= generated.tokens.size
-        self.log.restore(seq, generated.tokens, generated.logprobs)
+        self.log.restore(seq, generated.columns)
         if generated.tops:
             self.tops[seq] = list(generated.tops)
 
@@ -157,7 +158,7 @@ class RunningSet:
         for i in range(len(run.nodes), min(run.num_computed // size, run.pages.size)):
             parent = run.nodes[-1] if run.nodes else None
             tokens = run.task.token_ids[i * size : (i + 1) * size]
-            node = self.cache.tree.insert(parent, tokens, int(run.pages[i]), run.request.submit.salt)
+            node = self.cache.tree.insert(parent, tokens, int(run.pages[i]), run.request.submit.salt, run.epoch)
             if node is None:
                 return
             run.nodes.append(node)

@@ -11,6 +11,7 @@ import msgspec
 from aiohttp import web
 
 from toka_async.openai.errors import ApiError
+from toka_async.server.engine.control import ControlError, ControlTimeoutError
 from toka_async.server.engine.request_group import EngineStoppedError, RequestFailedError, TimedOutError
 from toka_async.server.limits.jobs import NotServingError, OverloadedError
 
@@ -27,6 +28,8 @@ HEADERS = {  # of every response: should a browser get to see one, it is to run 
 
 FAULT: web.RequestKey[ApiError] = web.RequestKey("fault", ApiError)  # of a request that was answered with an error
 
+CLOSED: web.AppKey[frozenset[str]] = web.AppKey("closed", frozenset)  # paths that there could be
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -39,8 +42,10 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(503, str(error), code="not_serving", retry_after=1)
         case OverloadedError():
             return ApiError(429, str(error), code="overloaded", retry_after=1)
-        case TimedOutError():
+        case TimedOutError() | ControlTimeoutError():
             return ApiError(504, str(error), code="timeout")
+        case ControlError():
+            return ApiError(409, str(error), code="control_failed")
         case RequestFailedError():
             return ApiError(400, str(error), code="request_failed")
         case EngineStoppedError():
@@ -63,6 +68,8 @@ def make_no_route(request: web.Request) -> ApiError:
     routed = {resource.canonical for resource in request.app.router.resources()}
     paths = sorted(path for path in routed if not path.startswith("/page/"))
     asked = request.path[:256]
+    if asked in request.app.get(CLOSED, ()):
+        return ApiError(404, f"{asked} is closed: it needs a server with server.admin=true", code="admin_closed")
     near = difflib.get_close_matches(asked, paths, n=1, cutoff=0.8)
     lead = f"did you mean {near[0]}?" if near else f"there are {', '.join(paths)}"
     return ApiError(404, f"no such route: {asked!r}; {lead}", code="unknown_url")

@@ -35,6 +35,7 @@ class RequestSender:
 @dataclass(slots=True)
 class Guard:
     """Decides who may use one server. source: returns the keys as of now. open_paths: of the routes that need no key.
+    admin_paths: of those that need an admin's key, if there are such keys.
 
     num_unauthorized: requests without a valid key, ever. num_foreign: requests of web pages, or for host names, that
     are not allowed, ever.
@@ -44,23 +45,28 @@ class Guard:
     accounts: Accounts
     open_paths: frozenset[str]
     origins: Origins = field(default_factory=Origins)
+    admin_paths: frozenset[str] = frozenset()
     num_unauthorized: int = 0
     num_foreign: int = 0
 
     def identify(self, request: web.Request) -> RequestSender:
         """Finds out who sends a request; this is the only look at its key.
 
-        Raises ApiError: 401 without a key where there are keys, else 403 for a page that may not use this server.
+        Raises ApiError: 401 without a key where there are keys, else 403 for a page that may not use this server; 403
+            for a key that is no admin's where one is needed.
         """
         keys = self.source()
         if not keys:
             self._check_page(request)
             return RequestSender(None, self.accounts.total)
         text, resource = read_key(request), request.match_info.route.resource
-        key = keys.find(text) if text else None
-        if key is None and (resource is None or resource.canonical not in self.open_paths):
+        key, path = keys.find(text) if text else None, None if resource is None else resource.canonical
+        if key is None and path not in self.open_paths:
             self.num_unauthorized += 1
             raise make_unauthorized(is_missing=not text)
+        if key is not None and not key.is_admin and path in self.admin_paths and keys.have_admins:
+            self.num_unauthorized += 1
+            raise ApiError(403, f"{path} needs a key of auth.admin_keys", code="admin_key_needed")
         return RequestSender(key, self._open_account(key))
 
     def _check_page(self, request: web.Request) -> None:

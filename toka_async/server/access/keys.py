@@ -1,4 +1,4 @@
-"""Reads API keys from a file and from the environment, and compares them in constant time.
+"""Reads API keys and keys of admins from files and from the environment, and compares them in constant time.
 
 Knows no HTTP. No message contains a key.
 """
@@ -11,7 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from time import monotonic
@@ -20,7 +20,8 @@ from toka_async.config import AuthConfig, ConfigError
 
 logger = logging.getLogger(__name__)
 
-VARIABLE = "TOKA_API_KEYS"
+API, ADMIN = "auth.api_keys", "auth.admin_keys"
+VARIABLES = {API: "TOKA_API_KEYS", ADMIN: "TOKA_ADMIN_KEYS"}
 PAUSE = 1.0  # seconds
 MIN_LENGTH = 8
 _KEY = re.compile(r"[\x21-\x7e]+", re.ASCII)
@@ -33,7 +34,7 @@ _SEES_ALL = "metrics=all"
 class Key:
     """A key, as its digest. Limits of None: the configured ones hold. is_named: its line gives a name.
 
-    sees_all: its metrics show all keys, not only itself.
+    sees_all: its metrics show all keys, not only itself. is_admin: it may change the model.
     """
 
     digest: bytes
@@ -43,6 +44,7 @@ class Key:
     max_waiting: int | None = None
     is_named: bool = True
     sees_all: bool = False
+    is_admin: bool = False
 
     @property
     def owner(self) -> str:
@@ -59,6 +61,10 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self.keys)
 
+    @property
+    def have_admins(self) -> bool:
+        return any(key.is_admin for key in self.keys)
+
     def find_owner(self, owner: str) -> Key | None:
         return next((key for key in self.keys if key.owner == owner), None)
 
@@ -72,7 +78,7 @@ class Keys:
 
 
 class KeySource:
-    """The keys as their file has them now. Looks at the file at most once in PAUSE seconds.
+    """The keys as their files have them now. Looks at the files at most once in PAUSE seconds.
 
     Logs a file that is wrong or gone and leaves the keys as they were; also a file in writing, whose last line has no
     end or which changes while it is read. Raises ConfigError from the first `read_keys`.
@@ -89,19 +95,16 @@ class KeySource:
         self._keys = read_keys(config, environment)
 
     def __call__(self) -> Keys:
-        if self._config.api_keys and (now := self._clock()) >= self._looked + PAUSE:
+        if any(key_files(self._config).values()) and (now := self._clock()) >= self._looked + PAUSE:
             self._looked = now
             if (state := self._read_state()) != self._state:
                 self._state = state
                 self._read()
         return self._keys
 
-    def _read_state(self) -> tuple[int, int, int] | None:
-        """Returns the state of the file; None when there is none."""
-        try:
-            return _stat(self._config.api_keys)
-        except (OSError, ValueError):
-            return None
+    def _read_state(self) -> list[tuple[int, int, int] | None]:
+        """Returns the states of the files; None for one that is not there."""
+        return [_find_state(path) for path in key_files(self._config).values()]
 
     def _read(self) -> None:
         try:
@@ -110,6 +113,18 @@ class KeySource:
             logger.error("the API keys stay as they were: %s", error)
         else:
             logger.info("there are %d API keys now", len(self._keys.keys))
+
+
+def key_files(config: AuthConfig) -> dict[str, str]:
+    """Returns the files by their configuration keys; empty where there is none."""
+    return {API: config.api_keys, ADMIN: config.admin_keys}
+
+
+def _find_state(path: str) -> tuple[int, int, int] | None:
+    try:
+        return _stat(path)
+    except (OSError, ValueError):
+        return None
 
 
 def _stat(path: str | Path) -> tuple[int, int, int]:
@@ -123,47 +138,51 @@ def digest_key(text: str) -> bytes:
 
 
 def read_keys(config: AuthConfig, environment: Mapping[str, str]) -> Keys:
-    """Raises ConfigError that names `auth.api_keys` or the variable."""
+    """Raises ConfigError that names the configuration key or the variable."""
     keys: list[Key] = []
-    if config.api_keys:
-        keys.extend(_read_file(Path(config.api_keys)))
-    if given := environment.get(VARIABLE, ""):
-        texts = [text for text in re.split(r"[,\s]+", given) if text]
-        if not texts:
-            raise ConfigError(f"{VARIABLE}: there are no keys in it; unset it to ask for none")
-        for number, text in enumerate(texts, 1):
-            keys.append(_make_key(text, f"{VARIABLE}-{number}", f"{VARIABLE}, key {number}", {}, is_named=False))
-    for what in ("digest", "name"):
-        if len({getattr(key, what) for key in keys}) < len(keys):
-            raise ConfigError(f"auth.api_keys: two keys have the same {'name' if what == 'name' else 'text'}")
+    for source, path in key_files(config).items():
+        found = [*_read_file(Path(path), source)] if path else []
+        found += _read_variable(VARIABLES[source], environment.get(VARIABLES[source], ""))
+        keys += [replace(key, is_admin=source == ADMIN) for key in found]
+        for what in ("digest", "name"):
+            if len({getattr(key, what) for key in keys}) < len(keys):
+                raise ConfigError(f"{source}: two keys have the same {'name' if what == 'name' else 'text'}")
     return Keys(tuple(keys))
 
 
-def _read_file(path: Path) -> Iterator[Key]:
+def _read_variable(name: str, given: str) -> Iterator[Key]:
+    texts = [text for text in re.split(r"[,\s]+", given) if text]
+    if given and not texts:
+        raise ConfigError(f"{name}: there are no keys in it; unset it to ask for none")
+    for number, text in enumerate(texts, 1):
+        yield _make_key(text, f"{name}-{number}", f"{name}, key {number}", {}, is_named=False)
+
+
+def _read_file(path: Path, source: str) -> Iterator[Key]:
     if path.is_fifo():  # reading a pipe could take for ever
-        raise ConfigError(f"auth.api_keys: {path}: a pipe, not a file")
+        raise ConfigError(f"{source}: {path}: a pipe, not a file")
     try:
         before = _stat(path)
         text = path.read_text(encoding="utf-8")
         after = _stat(path)
     except OSError as error:
-        raise ConfigError(f"auth.api_keys: {path}: {error.strerror or error}") from None
+        raise ConfigError(f"{source}: {path}: {error.strerror or error}") from None
     except (UnicodeDecodeError, ValueError):
-        raise ConfigError(f"auth.api_keys: {path}: not a text file") from None
+        raise ConfigError(f"{source}: {path}: not a text file") from None
     if before != after:
-        raise ConfigError(f"auth.api_keys: {path} changed while it was read")
+        raise ConfigError(f"{source}: {path} changed while it was read")
     lines = text.splitlines()
     if text and not text.endswith("\n"):  # a file in writing may end with a part of a key
         raise ConfigError(
-            f"auth.api_keys: {path}, line {len(lines)}: it has no end, as in a file that is half written: "
+            f"{source}: {path}, line {len(lines)}: it has no end, as in a file that is half written: "
             "end each line with a newline"
         )
     rows = [(number, list(takewhile(_is_content, line.split()))) for number, line in enumerate(lines, 1)]
     if not any(words for _, words in rows):
-        raise ConfigError(f"auth.api_keys: {path} has no keys: expected one a line")
+        raise ConfigError(f"{source}: {path} has no keys: expected one a line")
     for number, words in rows:
         if words:
-            yield _parse_line(words, number, f"auth.api_keys: {path}, line {number}")
+            yield _parse_line(words, number, f"{source}: {path}, line {number}")
 
 
 def _is_content(word: str) -> bool:

@@ -13,6 +13,7 @@ from time import monotonic
 
 import numpy as np
 
+from toka_async.control import ControlDone
 from toka_async.messages import (
     Failed,
     Prefilled,
@@ -24,6 +25,7 @@ from toka_async.messages import (
     ToScheduler,
     ToServer,
 )
+from toka_async.server.engine.control import TIMEOUT, EngineControl
 from toka_async.server.engine.metrics import Metrics
 from toka_async.server.engine.replicas import Replicas
 from toka_async.server.engine.request_columns import RequestColumns
@@ -42,11 +44,13 @@ class Engine:
     Args:
         outboxes: to the schedulers, by replica. What they send goes to `on_messages`.
         max_requests: held at once; more raise OverloadedError.
-        clock: seconds, monotonic. page_size: tokens of a page of the replicas' caches.
+        clock: seconds, monotonic. page_size: tokens of a page of the replicas' caches. control_timeout: seconds, see
+            EngineControl.
 
     Attributes:
         replicas: what each of them can take.
         requests: those that have not ended.
+        control: pauses, aborts and updates of the weights.
         on_stop_checks: all are called with each StopChecks message.
         on_busy: all are called when the first request arrives after an idle time.
         on_state: all are called when what the engine can take has changed, or what it reports.
@@ -61,6 +65,7 @@ class Engine:
         metrics: Metrics | None = None,
         clock: Callable[[], float] = monotonic,
         page_size: int = 16,
+        control_timeout: float = TIMEOUT,
     ) -> None:
         self.replicas = Replicas(outboxes, page_size)
         self.metrics = metrics or Metrics()
@@ -71,6 +76,7 @@ class Engine:
         self.memory: dict[str, tuple[int, int, int]] = {}
         self.max_requests = min(max_requests, MOST)
         self.requests = RequestTable(self.replicas, self.metrics, clock, self.max_requests, self._check_idle)
+        self.control = EngineControl(self.replicas, self.requests, control_timeout)
         self._clock = clock
         self._num_holders = 0
         self._draining = False
@@ -233,6 +239,8 @@ class Engine:
                 case Ready():
                     self.replicas.on_ready(message)
                     self._tell_state()
+                case ControlDone():
+                    self.control.on_done(message)
 
     def lose(self, replica: int, life: int, reason: str, outbox: Outbox[ToScheduler]) -> None:
         """A replica is gone; `outbox` is to its next life.
@@ -241,5 +249,6 @@ class Engine:
         EngineStoppedError. So do all when no other is there.
         """
         self.replicas.lose(replica, life, reason, outbox)
+        self.control.lose(replica, reason)
         self.requests.lose(replica, EngineStoppedError(f"replica {replica} has stopped: {reason}"))
         self._tell_state()

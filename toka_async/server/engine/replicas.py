@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from toka_async.arrays import EMPTY, Int64, as_i64, column
+from toka_async.control import Control
 from toka_async.messages import (
     AskStats,
     Cancels,
@@ -58,7 +59,10 @@ NO_TIMES = (0.0, 0.0, 0.0)
 
 @dataclass(slots=True)
 class Replica:
-    """One of them. lost: why it is away, while it is. past: counters of the schedulers that it had before."""
+    """One of them. lost: why it is away, while it is. past: counters of the schedulers that it had before.
+
+    is_outdated: its weights are those of its start, and others have newer ones.
+    """
 
     outbox: Outbox[ToScheduler]
     ready: Ready | None = None
@@ -66,6 +70,7 @@ class Replica:
     lost: str | None = None
     stats: Stats = field(default_factory=Stats)
     past: Stats = field(default_factory=Stats)
+    is_outdated: bool = False
 
 
 class Replicas:
@@ -79,6 +84,7 @@ class Replicas:
         ready: what a request may need at most, so that any of them can take it; None until all have been ready.
         live: those that take requests.
         on_news: all are called with the number of a replica whose statistics have come.
+        on_return: all are called with the number of a replica that is back, before requests go to it.
     """
 
     def __init__(self, outboxes: Sequence[Outbox[ToScheduler]], page_size: int = 16) -> None:
@@ -87,6 +93,7 @@ class Replicas:
         self.ready: Ready | None = None
         self.live: list[int] = []
         self.on_news: list[Callable[[int], None]] = []
+        self.on_return: list[Callable[[int], None]] = []
         self._masks: dict[int, StopMask] = {}
         self._num_asked = 0
         self._asked: set[int] = set()  # replicas that have not answered the newest question
@@ -99,9 +106,36 @@ class Replicas:
         past = [replica.past for replica in self.replicas if replica.life]
         return merge_stats([*parts, *past])
 
+    @property
+    def present(self) -> list[int]:
+        """Those whose scheduler is there."""
+        return [index for index, each in enumerate(self.replicas) if each.ready and each.lost is None]
+
+    @property
+    def outdated(self) -> list[int]:
+        """Those that take no requests until they have the weights of the others."""
+        return [index for index, each in enumerate(self.replicas) if each.is_outdated]
+
+    def note_outdated(self, index: int) -> None:
+        """The replica comes back with the weights of its start, which others do not have any more."""
+        self.replicas[index].is_outdated = True
+        self._count()
+
+    def note_current(self, indices: Iterable[int]) -> None:
+        """All tensors of these replicas have been updated, unless they have died since."""
+        for index in indices:
+            self.replicas[index].is_outdated &= self.replicas[index].lost is not None
+        self._count()
+
+    def forget_prompts(self) -> None:
+        """The prompts that the replicas have in their caches are not found there any more."""
+        for index in range(len(self.replicas)):
+            self.router.forget(index)
+
     def lost(self) -> dict[int, str]:
         """Those that are away, and why."""
-        return {index: each.lost for index, each in enumerate(self.replicas) if each.lost is not None}
+        outdated = dict.fromkeys(self.outdated, "it waits for an update of its weights")
+        return outdated | {index: each.lost for index, each in enumerate(self.replicas) if each.lost is not None}
 
     # ---- to them -----------------------------------------------------------------------------------------------------
 
@@ -119,7 +153,7 @@ class Replicas:
         chosen = [place(prompts[start:end], charge, self.live, requests.salt) for start, end, charge in bounds]
         return [(replica, np.flatnonzero(np.asarray(chosen) == replica)) for replica in sorted(set(chosen))]
 
-    def send(self, replica: int, message: Submits | Cancels | EndSample) -> None:
+    def send(self, replica: int, message: Submits | Cancels | EndSample | Control) -> None:
         """Sends to one replica, which is live or has just been lost."""
         self.replicas[replica].outbox.send(message)
 
@@ -145,6 +179,8 @@ class Replicas:
             replica.lost = None
             for mask in self._masks.values():
                 replica.outbox.send(mask)
+            for listener in self.on_return:
+                listener(ready.replica)
         self._count()
 
     def on_stats(self, stats: Stats) -> None:
@@ -189,7 +225,7 @@ class Replicas:
         self._count()
 
     def _count(self) -> None:
-        self.live = [index for index, each in enumerate(self.replicas) if each.ready and each.lost is None]
+        self.live = [index for index in self.present if not self.replicas[index].is_outdated]
         ready = [each.ready for each in self.replicas if each.ready]
         if len(ready) == len(self.replicas):
             self.ready = msgspec.structs.replace(

@@ -28,7 +28,9 @@ class BlockTexts:
         self._tables: dict[bool, ByteTable] = {}  # without and with special tokens skipped
 
     def texts(self, block: TokenBlock, options: TextOptions) -> list[SampleText]:
-        """The text of each sample, end tokens left out as `options` say."""
+        """The text of each sample, end tokens left out as `options` say; empty ones where no text is needed."""
+        if not options.needs_text:
+            return [SampleText("")] * len(block)
         if len(block.tokens) < MANY:
             return self._each_text(block, options)
         token_ids, counts = (block.tokens.token_ids, block.counts) if options.keep_ends else without_ends(block)

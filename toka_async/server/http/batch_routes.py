@@ -31,7 +31,8 @@ from toka_async.openai.batches import (
 from toka_async.openai.errors import ApiError, bad_request
 from toka_async.server.access.guard import viewer_of
 from toka_async.server.batch.batch_service import BatchService
-from toka_async.server.http.files import PURPOSE, Query, ask_store, batch_service, over_quota, storage_failed
+from toka_async.server.http.files import PURPOSE, ask_store, batch_service, over_quota, storage_failed
+from toka_async.server.http.query import Query
 from toka_async.server.http.receive import read_request
 from toka_async.server.http.respond import json_response
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Container, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +28,7 @@ from toka_async.openai.schemas import build_components
 from toka_async.server.access.guard import viewer_of
 from toka_async.server.batch.batch_service import BatchService
 from toka_async.server.http.body_deadline import BodyDeadline
+from toka_async.server.http.query import Query, clean_name
 from toka_async.server.http.receive import check_encoding, reserve
 from toka_async.server.http.respond import json_response
 from toka_async.server.http.unsent import FileDownload
@@ -35,13 +36,13 @@ from toka_async.server.http.unsent import FileDownload
 BATCHES: web.AppKey[BatchService | None] = web.AppKey("batches")
 PURPOSE = "batch"
 MAX_FIELD = 4096  # bytes in a form field
-MAX_NAME = 255  # characters in a file's name
 CHUNK = 1 << 20  # bytes of one write of an upload
 OVERHEAD = 1 << 16  # bytes of a form around its file
 PAGE = 10_000
 
 LIMIT = {"type": "integer", "minimum": 1, "maximum": PAGE, "default": PAGE}
-ORDER = {"enum": ["asc", "desc"], "default": "desc"}
+ORDERS: tuple[Literal["asc", "desc"], ...] = ("asc", "desc")
+ORDER = {"enum": list(ORDERS), "default": "desc"}
 LIST_QUERY: dict[str, dict[str, Any]] = {  # parameters of a list of files -> schemas
     "after": {"type": "string"},
     "limit": LIMIT,
@@ -296,17 +297,12 @@ async def in_thread(executor: Executor, work: Callable[..., T], *values: Any) ->
         await asyncio.wait([future])
 
 
-def clean_name(name: str) -> str:
-    """Makes a client's text fit for JSON."""
-    return name[:MAX_NAME].encode("utf-8", "replace").decode()
-
-
 # ---- existing files ------------------------------------------------------------------------------------------------
 
 
 async def list_files(request: web.Request) -> web.Response:
     service, query = batch_service(request), Query(request, LIST_QUERY)
-    limit, order, after = query.number("limit", PAGE, PAGE), query.order(), query.text("after")
+    limit, order, after = query.number("limit", PAGE, PAGE), query.choice("order", ORDERS, "desc"), query.text("after")
     find = partial(service.store.files, query.text("purpose"), after, order, limit + 1, viewer_of(request))
     found = await ask_store(service, find, "file", after)
     data = [file_object(record) for record in found[:limit]]
@@ -382,34 +378,3 @@ def file_object(record: FileRecord) -> FileObject:
         filename=record.filename,
         purpose=record.purpose,
     )
-
-
-class Query:
-    """Reads the parameters of a list. Raises ApiError (400) for others."""
-
-    def __init__(self, request: web.Request, known: Container[str]) -> None:
-        self._values: dict[str, str] = {}
-        for name, value in request.query.items():
-            if name not in known:
-                raise bad_request(f"'{clean_name(name)}' is not supported", param=clean_name(name))
-            if name in self._values:
-                raise bad_request(f"'{name}' is given more than once", param=name)
-            self._values[name] = clean_name(value)
-
-    def text(self, name: str) -> str | None:
-        return self._values.get(name)
-
-    def number(self, name: str, default: int, most: int) -> int:
-        text = self._values.get(name, str(default))
-        if not (text.isascii() and text.isdecimal() and len(text) <= 12 and 1 <= int(text) <= most):
-            raise bad_request(f"'{name}' must be 1 to {most}, got {text!r}", param=name)
-        return int(text)
-
-    def order(self) -> Literal["asc", "desc"]:
-        match self._values.get("order", "desc"):
-            case "asc":
-                return "asc"
-            case "desc":
-                return "desc"
-            case other:
-                raise bad_request(f"'order' must be asc or desc, got {other!r}", param="order")

@@ -160,6 +160,11 @@ async def read_request(request: web.Request, kind: type[T]) -> T:
     return await loop.run_in_executor(executor, parse_request, raw, kind)
 
 
+async def read_optional(request: web.Request, kind: type[T]) -> T:
+    """The request in the body, which may be missing. Raises as `read_request` does."""
+    return await read_request(request, kind) if request.can_read_body else parse_request(b"{}", kind)
+
+
 def check_length(request: web.Request) -> None:
     """Raises ApiError when the request says that its body is too large (413), compressed or no JSON (415)."""
     check_encoding(request)

@@ -9,7 +9,8 @@ from pathlib import Path
 from aiohttp import ETag, web
 
 from toka_async.server.http.document import Operation
-from toka_async.server.http.files import BATCHES, Query
+from toka_async.server.http.files import BATCHES
+from toka_async.server.http.query import Query
 from toka_async.server.http.respond import SERVICE, json_response
 from toka_async.server.http.routes import Routes
 from toka_async.server.page.history import ReplicaHistory

@@ -352,3 +352,42 @@ async def test_a_log_line_stays_one(caplog: pytest.LogCaptureFixture, server: We
         assert response.status == 500
     (line,) = (record.getMessage() for record in caplog.records if "failed" in record.getMessage())
     assert "\n" not in line
+
+
+# ---- admins
+
+
+async def test_what_changes_the_model_needs_a_key_of_its_own() -> None:
+    admin = "sk-admin-012345"
+    keys = Keys((*KEYS.keys, Key(digest_key(admin), "trainer", is_admin=True)))
+    async with web_server(keys=keys, admin=True) as server:
+        for key, path, status in (
+            (ALICE, "/resume", 403),
+            (admin, "/resume", 200),
+            (admin, "/detokenize", 200),
+            (ALICE, "/detokenize", 200),
+            ("sk-wrong-01234", "/resume", 401),
+        ):
+            body: dict[str, list[int]] = {"tokens": []} if path == "/detokenize" else {}
+            async with server.http.post(server.url + path, json=body, headers=bearer(key)) as response:
+                assert response.status == status, (key, path)
+                if status == 403:
+                    assert checked_error(await response.json())["code"] == "admin_key_needed"
+        async with server.http.get(server.url + "/is_paused", headers=bearer(ALICE)) as response:
+            assert response.status == 200
+
+
+async def test_on_this_machine_any_key_will_do() -> None:
+    """Where there are keys of admins, they are needed; without them a start refuses addresses that others reach."""
+    async with web_server(keys=KEYS, admin=True) as server:
+        async with server.http.post(server.url + "/resume", headers=bearer(ALICE)) as response:
+            assert response.status == 200
+        async with server.http.post(server.url + "/resume") as response:
+            assert response.status == 401
+
+
+async def test_a_page_may_not_change_the_model() -> None:
+    async with web_server(admin=True) as server:
+        headers = {"Origin": "https://elsewhere.example", "Sec-Fetch-Site": "cross-site"}
+        async with server.http.post(server.url + "/pause", headers=headers) as response:
+            assert response.status == 403

@@ -181,3 +181,23 @@ def test_a_wrong_variable(variable: str) -> None:
     with pytest.raises(ConfigError, match=r"TOKA_API_KEYS|auth\.api_keys") as caught:
         read_keys(AuthConfig(), {"TOKA_API_KEYS": variable})
     assert FIRST not in str(caught.value)
+
+
+def test_admins(tmp_path: Path) -> None:
+    path, now = tmp_path / "admins", [0.0]
+    path.write_text(f"{SECOND} trainer\n")
+    config = AuthConfig(admin_keys=str(path))
+    keys = read_keys(config, {"TOKA_API_KEYS": FIRST, "TOKA_ADMIN_KEYS": THIRD})
+    assert [(key.name, key.is_admin) for key in keys.keys] == [
+        ("TOKA_API_KEYS-1", False),
+        ("trainer", True),
+        ("TOKA_ADMIN_KEYS-1", True),
+    ]
+    assert keys.have_admins
+    assert not read_keys(AuthConfig(), {"TOKA_API_KEYS": FIRST}).have_admins
+    with pytest.raises(ConfigError, match=r"^auth\.admin_keys: two keys have the same text"):
+        read_keys(config, {"TOKA_API_KEYS": SECOND})
+    source = KeySource(config, {}, lambda: now[0])
+    path.write_text(f"{SECOND} trainer\n{THIRD} other\n")
+    now[0] = PAUSE
+    assert len(source().keys) == 2

@@ -20,11 +20,31 @@ from toka_async.openai.requests import (
     DetokenizeRequest,
     StreamOptions,
     TokenizeRequest,
+    WireRequest,
 )
 from toka_async.server.access.keys import Key, Keys, digest_key
 from toka_async.server.http.document import strip_patterns
-from toka_async.server.http.routes import ROUTES
+from toka_async.server.http.routes import ROUTES, Routes
 from toka_async.server.page.page import STATE
+from toka_async.server.sglang import routes as sglang
+from toka_async.server.sglang.control import SglangAbort, SglangPause
+from toka_async.server.sglang.requests import SglangRequest, SglangSampling
+from toka_async.server.sglang.weights import DiskRequest, DistributedRequest, GroupRequest, TagsRequest
+from toka_async.server.vllm import routes as vllm
+from toka_async.server.vllm.control import AbortRequest
+from toka_async.server.vllm.requests import TokensRequest, VllmSampling
+from toka_async.server.vllm.weights import (
+    CheckRequest,
+    FinishRequest,
+    RpcRequest,
+    SharedGpu,
+    SharedGpus,
+    SharedMemory,
+    TransferInfo,
+    UpdateInfo,
+    UpdateRequest,
+    VersionRequest,
+)
 
 KEY = "sk-alice-0123456"
 KEYS = Keys((Key(digest_key(KEY), "alice"),))
@@ -115,6 +135,15 @@ async def test_the_limits_are_the_models(document: dict[str, Any]) -> None:
         ("/v1/chat/completions", {"messages": CHAT, "stream": True}, {"messages": []}),
         ("/v1/chat/completions/batch", {"messages": [CHAT, CHAT]}, {"messages": CHAT}),
         ("/v1/chat/completions/batch", {"messages": [CHAT], "stream": False}, {"messages": [CHAT], "stream": True}),
+        ("/inference/v1/generate", {"token_ids": [399], "sampling_params": {}}, {"token_ids": [5]}),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [5], "sampling_params": {"output_kind": 2, "stop": None}},
+            {"token_ids": [5], "sampling_params": {"stop_token_ids": [400]}},
+        ),
+        ("/generate", {"input_ids": [399]}, {"input_ids": [400]}),
+        ("/generate", {"input_ids": [[5]], "sampling_params": [{"regex": ""}]}, {"input_ids": [[5]], "rid": 5}),
+        ("/generate", {"text": ["a", "b"]}, {"text": ["a"], "sampling_params": [{"regex": "a"}]}),
         ("/tokenize", {"prompt": "x"}, {"prompt": 5}),
         ("/detokenize", {"tokens": [399]}, {"tokens": [400]}),
     ],
@@ -129,13 +158,24 @@ async def test_bodies(server: WebServer, document: dict[str, Any], path: str, go
     await server.error(path, bad)
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+EVENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # a whole answer's body, and what a stream's has besides
+    "/v1/completions": ({"prompt": "x"}, {"logprobs": 1, "n": 2, "max_tokens": 4}),
+    "/v1/chat/completions": ({"messages": CHAT}, {"logprobs": True, "n": 2, "max_tokens": 4}),
+    "/inference/v1/generate": (
+        {"token_ids": [5, 6], "sampling_params": {"n": 2, "logprobs": 1, "max_tokens": 4}},
+        {"return_token_ids": True, "stream_options": {"include_usage": True, "include_obfuscation": True}},
+    ),
+    "/generate": ({"input_ids": [5, 6], "return_logprob": True, "top_logprobs_num": 1, "logprob_start_len": 0}, {}),
+}
+
+
+@pytest.mark.parametrize("path", EVENTS)
 async def test_events(server: WebServer, document: dict[str, Any], path: str) -> None:
     content = document["paths"][path]["post"]["responses"]["200"]["content"]
     data = content["text/event-stream"]["schema"]["properties"]["data"]["anyOf"]
     assert data[0] == {"const": "[DONE]"}
-    body = {"messages": CHAT} if "chat" in path else {"prompt": "x"}
-    events = await server.events(path, {**body, "logprobs": "chat" in path or 1, "n": 2, "max_tokens": 4})
+    body, more = EVENTS[path]
+    events = await server.events(path, body | more)
     for event in events:
         assert is_valid(document, data[1]["contentSchema"], event)
     assert not is_valid(document, data[1]["contentSchema"], {})
@@ -144,7 +184,8 @@ async def test_events(server: WebServer, document: dict[str, Any], path: str) ->
 
 
 async def test_small_answers(server: WebServer, document: dict[str, Any]) -> None:
-    for path in ("/v1/models", "/health", "/ping", "/load", "/version", STATE):
+    infos = ("/get_world_size", "/weight_info", "/is_paused", "/server_info", "/tokenizer_info", "/model_info")
+    for path in ("/v1/models", "/health", "/ping", "/load", "/version", STATE, *infos):
         schema = document["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
         _, answer = await server.get(path)
         assert is_valid(document, schema, answer)
@@ -187,8 +228,21 @@ async def test_it_needs_to_know_the_model() -> None:
 
 
 def test_the_guide_names_every_route_and_field() -> None:
-    guide = Path(toka_async.server.__file__).with_name("API.md").read_text(encoding="utf-8")
     structs = (CompletionRequest, ChatBatchRequest, TokenizeRequest, DetokenizeRequest, StreamOptions)
+    check_guide("API.md", ROUTES, *structs)
+
+
+def test_the_guide_for_trainers_names_every_route_and_field() -> None:
+    structs: tuple[type[WireRequest], ...]
+    structs = (TokensRequest, VllmSampling, SglangRequest, SglangSampling, TransferInfo, UpdateInfo, UpdateRequest)
+    structs += (SharedMemory, SharedGpu, SharedGpus, FinishRequest, VersionRequest, CheckRequest, RpcRequest)
+    structs += (GroupRequest, DistributedRequest, DiskRequest, AbortRequest, SglangPause, SglangAbort, TagsRequest)
+    routes = vllm.ROUTES | sglang.ROUTES | vllm.ADMIN_ROUTES | sglang.ADMIN_ROUTES
+    check_guide("TRAINING.md", routes, *structs)
+
+
+def check_guide(name: str, described: Routes, *structs: type[WireRequest]) -> None:
+    guide = Path(toka_async.server.__file__).with_name(name).read_text(encoding="utf-8")
     fields = {field for struct in structs for field in struct.__struct_fields__}
-    routes = {f"{method} {strip_patterns(path)}" for method, path in ROUTES}
+    routes = {f"{method} {strip_patterns(path)}" for method, path in described}
     assert [name for name in sorted(fields | routes) if f"`{name}`" not in guide] == []

@@ -1,0 +1,202 @@
+"""New weights in a running engine, against transformers with the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.cases.models import heads, make_checkpoint
+from tests.drivers.engine import Engine
+from tests.drivers.page_rank import submit
+from tests.drivers.weight_updates import Trainer, read_checkpoint
+from toka_async.control import AbandonUpdate, Pause, ResetPrefixCache, Resume, Sleep, Wake
+from toka_async.messages import TokenSampling
+from toka_async.transfer.checksum import sum_tensors
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-tied": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "qwen3": heads(5, 1, 40, attention_bias=True),
+    "qwen3_moe-mixed-layers": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
+}
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9] * 4, [200, 3, 4], [7] * 20]
+NUM_TOKENS = 24
+TOLERANCE = 1e-5  # of log-probs
+
+
+def make_pair(tmp_path: Path, shape: str) -> tuple[Path, Path]:
+    """Checkpoints of one shape and different weights."""
+    family = shape.partition("-")[0]
+    old, new = tmp_path / "old", tmp_path / "new"
+    for seed, folder in enumerate((old, new)):
+        folder.mkdir()
+        make_checkpoint(folder, family, seed=seed, **SHAPES[shape])
+    return old, new
+
+
+def verify(engine: Engine, folder: Path) -> None:
+    """Greedy tokens and their log-probs are those of transformers."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model.eval()
+    sampling = TokenSampling(temperature=0.0, num_logprobs=0)
+    for prompt, result in zip(PROMPTS, engine.run(PROMPTS, max_tokens=NUM_TOKENS, sampling=sampling), strict=True):
+        assert result.prefilled is not None
+        tokens, logprobs = result.samples[0].token_ids, result.samples[0].logprobs
+        with torch.inference_mode():
+            logits: Tensor = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == tokens
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert float((expected - torch.tensor(logprobs)).abs().max()) < TOLERANCE
+
+
+@pytest.mark.parametrize("shape", list(SHAPES))
+@pytest.mark.parametrize("way", ["shared memory", "folder"])
+def test_an_updated_engine_is_one_that_started_with_the_weights(tmp_path: Path, shape: str, way: str) -> None:
+    old, new = make_pair(tmp_path, shape)
+    engine = Engine(old)
+    trainer, tensors = Trainer(engine), read_checkpoint(new)
+    addresses = [parameter.data_ptr() for parameter in engine.runner.model.parameters()]  # type: ignore[attr-defined]
+    verify(engine, old)
+    assert trainer.sums() == sum_tensors(read_checkpoint(old))
+    if way == "folder":
+        trainer.begin()
+        assert trainer.read(new).error == ""
+        assert trainer.finish().error == ""
+    else:
+        trainer.update(sorted(tensors.items(), key=lambda item: hash(item[0])))
+    assert trainer.sums() == sum_tensors(tensors)
+    verify(engine, new)
+    assert addresses == [parameter.data_ptr() for parameter in engine.runner.model.parameters()]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("quantize", ["fp8_block", "fp8"])
+def test_quantized_weights_are_those_of_a_start(tmp_path: Path, quantize: str) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    shape: dict[str, Any] = heads(4, 2, 128, intermediate_size=256, head_dim=64)
+    for seed, folder in enumerate((old, new)):
+        folder.mkdir()
+        make_checkpoint(folder, "llama", seed=seed, **shape)
+    engine, started = Engine(old, quantize=quantize), Engine(new, quantize=quantize)
+    trainer = Trainer(engine)
+    trainer.update([*read_checkpoint(new).items()])
+    assert trainer.sums() == Trainer(started).sums()
+    tokens = [[each.samples[0].token_ids for each in one.run(PROMPTS)] for one in (engine, started)]
+    assert tokens[0] == tokens[1]
+
+
+def test_new_prompts_find_nothing_of_older_weights_and_rows_that_run_keep_theirs(tmp_path: Path) -> None:
+    old, new = make_pair(tmp_path, "qwen3")
+    engine = Engine(old, page_size=4)
+    trainer = Trainer(engine)
+    engine.run(PROMPTS)
+    running = engine.driver.submit(submit(50, PROMPTS[0], max_tokens=40, sampling=TokenSampling(temperature=0.0)))
+    for _ in range(10):
+        engine.driver.turn()
+    assert running.prefilled is not None
+    assert running.prefilled.cached_tokens > 0
+    trainer.update([*read_checkpoint(new).items()])
+    verify(engine, new)  # beside the row that runs
+    assert all(
+        each.prefilled is not None and each.prefilled.cached_tokens == 0
+        for each in list(engine.driver.received.values())[-len(PROMPTS) :]
+    )
+    assert len(running.samples[0].token_ids) == 40
+    engine.run(PROMPTS)
+    assert engine.driver.received[max(engine.driver.received)].prefilled.cached_tokens > 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("unknown", "model.layers.7.mlp.down_proj.weight: the model has no such tensor; did you mean"),
+        ("fused", "model.layers.0.self_attn.qkv_proj.weight: it is a fused matrix; send self_attn.q_proj"),
+        ("tied", "lm_head.weight: the model's embeddings are tied"),
+        ("shape", "model.norm.weight has shape [7], the model's has [48]"),
+        ("dtype", "model.norm.weight is of type float8_e4m3fn; supported: float64, float32, float16, bfloat16"),
+        ("twice", "model.norm.weight comes twice in one update"),
+    ],
+)
+def test_wrong_tensors_are_refused_by_name_and_nothing_is_written(tmp_path: Path, change: str, expected: str) -> None:
+    old, new = make_pair(tmp_path, "llama-tied")
+    engine = Engine(old)
+    trainer, tensors = Trainer(engine), read_checkpoint(new)
+    norm = tensors["model.norm.weight"]
+    others = {
+        "unknown": ("model.layers.7.mlp.down_proj.weight", norm),
+        "fused": ("model.layers.0.self_attn.qkv_proj.weight", norm),
+        "tied": ("lm_head.weight", tensors["model.embed_tokens.weight"]),
+        "shape": ("model.norm.weight", norm[:7]),
+        "dtype": ("model.norm.weight", norm.to(torch.float8_e4m3fn)),
+        "twice": ("model.norm.weight", norm),
+    }
+    before = trainer.sums()
+    trainer.begin()
+    wrong = [("model.norm.weight", norm)] if change == "twice" else []
+    done = trainer.load([*wrong, others[change]])
+    assert expected in done.error
+    assert done.count == 0
+    trainer.act(AbandonUpdate())
+    assert trainer.sums() == before
+    waiting = engine.driver.submit(submit(50, PROMPTS[0]))
+    assert not engine.driver.turn()  # paused
+    trainer.update([*tensors.items()])
+    trainer.act(Resume())
+    engine.driver.drain()
+    assert waiting.ended
+    verify(engine, new)
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    old, new = make_pair(tmp_path, "qwen3")
+    engine = Engine(old)
+    trainer, tensors = Trainer(engine), read_checkpoint(new)
+    trainer.begin()
+    assert trainer.finish().error == "the update has no tensors"
+    del tensors["model.norm.weight"]
+    assert trainer.load([*tensors.items()]).count > 0
+    assert trainer.finish().error == "model.norm.weight is missing from the update"
+    assert trainer.finish(partial=True).error == ""
+
+
+def test_a_folder_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    old, new = make_pair(tmp_path, "qwen3")
+    engine = Engine(old)
+    trainer, tensors = Trainer(engine), read_checkpoint(new)
+    before = trainer.sums()
+    trainer.begin()
+    assert "there is no such folder" in trainer.read(tmp_path / "none").error
+    last = max(tensors)
+    save_file({**tensors, last: tensors[last][:3].contiguous()}, new / "model.safetensors")
+    assert f"tensor {last} has shape" in trainer.read(new).error
+    save_file({name: tensor for name, tensor in tensors.items() if name != last}, new / "model.safetensors")
+    assert trainer.read(new).error == f"{last} is missing from the update"
+    (new / "model.safetensors").write_bytes(b"short")
+    assert "is not a readable safetensors file" in trainer.read(new).error
+    trainer.act(AbandonUpdate())
+    assert trainer.sums() == before
+
+
+def test_a_cache_gives_its_memory_back_and_takes_it_again(tmp_path: Path) -> None:
+    old, _ = make_pair(tmp_path, "qwen3")
+    engine = Engine(old, num_tokens=1 << 16)
+    trainer = Trainer(engine)
+    first = [each.samples[0].token_ids for each in engine.run(PROMPTS)]
+    before = resident_bytes()
+    trainer.act(Pause(mode="abort"))
+    assert trainer.act(Sleep()).error == ""
+    cache_bytes = 2 * 2 * (1 << 16) * 1 * 8 * 4
+    assert before - resident_bytes() > 0.8 * cache_bytes
+    assert trainer.act(Wake()).error == ""
+    trainer.act(Resume())
+    trainer.act(ResetPrefixCache())
+    assert [each.samples[0].token_ids for each in engine.run(PROMPTS)] == first
+
+
+def resident_bytes() -> int:
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * 4096

@@ -1,0 +1,1 @@
+"""Memory that is given back and taken again at the same addresses."""

@@ -1,0 +1,414 @@
+"""What a trainer does with the engine: pause, resume, abort, new weights. The one core of all routes for it.
+
+Every action goes to all replicas that are there, and is done when all have answered. What fails on one has failed, and
+nothing waits longer than its time-out. Knows no HTTP and no tensors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+
+from toka_async.arrays import i32_column
+from toka_async.control import (
+    DEFAULT_VERSION,
+    AbandonUpdate,
+    Abort,
+    AnyAction,
+    BeginUpdate,
+    Checksum,
+    CloseTransfer,
+    CommitUpdate,
+    Control,
+    ControlDone,
+    LoadTensors,
+    OpenTransfer,
+    PartSum,
+    Pause,
+    PauseMode,
+    ResetPrefixCache,
+    Resume,
+    SetVersion,
+    Sleep,
+    Source,
+    Transfer,
+    VerifyUpdate,
+    Wake,
+)
+from toka_async.server.engine.replicas import Replicas
+from toka_async.server.engine.request_table import RequestTable, Sink
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT = 300.0
+SHARE = 0.9  # of a time-out that ranks may wait for a trainer, so that they can still say what was missing
+
+Named = tuple[Sink, int | None]  # a request by its key at the sink, or all the sink's requests
+
+
+class ControlError(Exception):
+    """An action was refused or has failed; the message says why. num_written: tensors that were written before that."""
+
+    def __init__(self, message: str, num_written: int = 0) -> None:
+        super().__init__(message)
+        self.num_written = num_written
+
+
+class ControlTimeoutError(ControlError):
+    """A replica did not answer in time."""
+
+
+class EngineControl:
+    """Actions on all replicas of one engine.
+
+    Args:
+        timeout: seconds that an action may take. A pause that waits for requests takes as long as these.
+
+    Attributes:
+        weight_version: the name of the weights with which tokens are computed now.
+        paused: how the engine was paused; None: it is not.
+        is_updating: an update of the weights is open.
+        is_torn: an update has failed after some weights were written. Only a whole update ends this.
+        is_asleep: the memory of the cache is given back.
+    """
+
+    def __init__(self, replicas: Replicas, requests: RequestTable, timeout: float = TIMEOUT) -> None:
+        self.weight_version = DEFAULT_VERSION
+        self.paused: PauseMode | None = None
+        self.is_updating = False
+        self.is_torn = False
+        self.is_asleep = False
+        self._replicas = replicas
+        self._requests = requests
+        self._timeout = timeout
+        self._number = 0
+        self._awaited: dict[int, tuple[set[int], asyncio.Future[None], list[ControlDone]]] = {}
+        self._names: dict[str, list[Named]] = {}
+        self._in_turn = asyncio.Lock()  # of what changes weights and memory
+        self._members: list[int] = []  # replicas that take part in the open update
+        self._gone = ""  # why one of them is not there any more
+        self._watch: asyncio.TimerHandle | None = None  # gives an update up when nobody goes on with it
+        self._is_partial = False
+        self._has_written = False  # the open update has, or may have, written weights
+        self._num_updates = 0  # that were committed
+        replicas.on_return.append(self._greet)
+
+    @property
+    def is_paused(self) -> bool:
+        return self.paused is not None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all replicas; 0 while these are starting."""
+        return sum(max(1, len(each.ready.ranks)) for each in self._replicas.replicas if each.ready is not None)
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """Waits until no step is computed any more; further requests wait until `resume`. See `Pause` for the modes.
+
+        Raises ControlError, also when the engine is resumed before the pause is complete.
+        """
+        self.paused = mode
+        await self._run_all(Pause(mode=mode), None if mode == "wait" else self._timeout)
+
+    async def resume(self) -> None:
+        """Goes on; nothing happens without a pause. Raises ControlError, also while weights are not whole."""
+        if self.is_updating:
+            raise ControlError("an update of the weights is open: finish or abandon it first")
+        if self.is_torn:
+            raise ControlError("an update has failed and left weights of two versions: update all of them first")
+        if self.is_asleep:
+            raise ControlError("the engine sleeps: wake it first")
+        await self._run_all(Resume(), self._timeout)
+        self.paused = None
+
+    async def abort(self, names: Iterable[str] | None = None, others: Iterable[Named] = ()) -> int:
+        """Ends requests with `Reason.ABORT` and the tokens that they have, also those that have not begun.
+
+        names: as `named` was told; None: all requests. others: requests without names. Returns how many requests (one
+        a prompt) ended so.
+        """
+        if names is None:
+            return sum(done.count for done in await self._run_all(Abort(everything=True), self._timeout))
+        ids: dict[int, set[int]] = {}
+        for sink, key in [*others, *(entry for name in names for entry in self._names.get(name, ()))]:
+            for replica, request_id in self._requests.list_ids(sink, key):
+                ids.setdefault(replica, set()).add(request_id)
+        actions = {replica: Abort(request_ids=i32_column(sorted(each))) for replica, each in ids.items()}
+        return sum(done.count for done in await self._run(actions, self._timeout))
+
+    @contextmanager
+    def named(self, names: Mapping[str, int | None], sink: Sink) -> Iterator[None]:
+        """Within, `abort` finds the sink's requests by names: that of a key, or all (None). A name may have several
+        owners.
+        """
+        for name, key in names.items():
+            self._names.setdefault(name, []).append((sink, key))
+        try:
+            yield
+        finally:
+            for name, key in names.items():
+                self._names[name].remove((sink, key))
+                if not self._names[name]:
+                    del self._names[name]
+
+    async def reset_prefix_cache(self) -> None:
+        """New prompts find nothing of earlier ones. Rows that run keep their keys and values. Raises ControlError."""
+        await self._run_all(ResetPrefixCache(), self._timeout)
+        self._replicas.forget_prompts()
+
+    # ---- weights -----------------------------------------------------------------------------------------------------
+
+    async def open_transfer(self, transfer: Transfer) -> None:
+        """Joins the trainer's group with all ranks of all replicas. Raises ControlError when one cannot."""
+        async with self._turn():
+            seconds = self._timeout * SHARE
+            try:
+                await self._run_all(OpenTransfer(transfer=transfer, seconds=seconds), self._timeout)
+            except ControlError:
+                for replica in self._replicas.present:  # some may have joined
+                    self._replicas.send(replica, Control(number=0, action=CloseTransfer(name=transfer.name)))
+                raise
+
+    async def close_transfer(self, name: str) -> None:
+        """Leaves a group. Raises ControlError."""
+        async with self._turn():
+            await self._run_all(CloseTransfer(name=name), self._timeout)
+
+    async def begin_update(self, partial: bool = False) -> None:
+        """Stops computing until the update is finished; requests wait, as in a pause that keeps them.
+
+        partial: the update may have some tensors only. Raises ControlError.
+        """
+        async with self._turn():
+            if self.is_updating:
+                raise ControlError("an update of the weights is open already")
+            if partial and (self.is_torn or self._replicas.outdated):
+                raise ControlError("weights are not of one version: update all of them, not some")
+            self._members, self._is_partial, self._has_written = self._replicas.present, partial, False
+            self._gone = "" if self._members else "no replica is there"
+            self.is_updating = True
+            await self._update(BeginUpdate())
+
+    async def load(
+        self,
+        source: Source,
+        names: Sequence[str] = (),
+        dtypes: Sequence[str] = (),
+        shapes: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """Loads whole tensors of a checkpoint, by their names in it; a Directory has names of its own.
+
+        When it fails, so does the update: the engine stays paused and the version what it was. Raises ControlError,
+        which names the tensor at fault.
+        """
+        async with self._turn():
+            self._check_updating()
+            sizes = tuple(map(tuple, shapes))
+            action = LoadTensors(
+                names=tuple(names),
+                dtypes=tuple(dtypes),
+                shapes=sizes,
+                source=source,
+                seconds=self._timeout * SHARE,
+            )
+            await self._update(action)
+
+    async def finish_update(self, version: str | None = None) -> None:
+        """Checks that all tensors have come to all ranks; then steps use them, and new prompts find no older ones.
+
+        version: of the weights from now on; None: it stays. Raises ControlError as `load`.
+        """
+        async with self._turn():
+            self._check_updating()
+            await self._update(VerifyUpdate(partial=self._is_partial))
+            version = self.weight_version if version is None else version
+            with suppress(ControlError):  # a replica that is gone by now comes back with other weights
+                await self._run(dict.fromkeys(self._members, CommitUpdate(version=version)), self._timeout)
+            self._stop_watch()
+            self.weight_version = version
+            self.is_updating = self.is_torn = False
+            self._num_updates += 1
+            if not self._is_partial:
+                self._replicas.note_current(self._members)
+            self._replicas.forget_prompts()
+
+    async def abandon_update(self) -> None:
+        """Ends an open update without its weights, as a failure does. Raises ControlError if none is open."""
+        async with self._turn():
+            self._check_updating()
+            self._abandon()
+
+    async def set_version(self, version: str) -> None:
+        """Names the weights that are there. Raises ControlError."""
+        async with self._turn():
+            await self._run_all(SetVersion(version=version), self._timeout)
+            self.weight_version = version
+
+    async def checksum(self) -> dict[str, str]:
+        """Sums of all tensors, see `toka_async.transfer.checksum`. Raises ControlError where replicas differ."""
+        async with self._turn():
+            answers = await self._run_all(Checksum(), self._timeout)
+        sums = [add_parts(answer.sums) for answer in answers]
+        for name, value in sums[0].items():
+            if any(other.get(name) != value for other in sums):
+                raise ControlError(f"replicas have different weights: {name}")
+        return sums[0]
+
+    def _check_updating(self) -> None:
+        if not self.is_updating:
+            raise ControlError("no update of the weights is open")
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """What changes weights or memory is done one after the other. Raises ControlTimeoutError."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._in_turn.acquire()
+        except TimeoutError:
+            raise ControlTimeoutError(f"another action did not end within {self._timeout:g} s") from None
+        try:
+            yield
+        finally:
+            self._in_turn.release()
+
+    async def _update(self, action: AnyAction) -> None:
+        """A part of the open update, which fails with it. Being cancelled is a failure too."""
+        self._stop_watch()
+        loads, wrote = isinstance(action, LoadTensors), self._has_written
+        self._has_written |= loads
+        try:
+            if self._gone:
+                raise ControlError(self._gone)
+            await self._run(dict.fromkeys(self._members, action), self._timeout)
+        except BaseException as error:
+            if type(error) is ControlError:  # all have answered; otherwise nobody knows
+                self._has_written = wrote or error.num_written > 0
+            self._abandon()
+            raise
+        self._watch = asyncio.get_running_loop().call_later(self._timeout, self._give_up)
+
+    def _give_up(self) -> None:
+        """The trainer has not gone on with the update for too long."""
+        if self.is_updating and not self._in_turn.locked():
+            logger.warning("the update of the weights was given up: nothing came for %g s", self._timeout)
+            self._abandon()
+
+    def _stop_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+
+    def _abandon(self) -> None:
+        """The engine stays paused."""
+        self._stop_watch()
+        self.is_updating = False
+        self.is_torn |= self._has_written
+        self.paused = self.paused or "keep"
+        for replica in self._replicas.present:
+            self._replicas.send(replica, Control(number=0, action=AbandonUpdate()))
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Pauses, and from level 1 on gives the memory of the cache back; weights stay.
+
+        mode: what becomes of requests; those that are kept compute their keys and values again after `wake` and
+        `resume`. Raises ControlError.
+        """
+        if level not in (0, 1):
+            raise ControlError(f"level {level}: weights stay on the device; levels are 0 (pause) and 1 (cache)")
+        if level and mode == "keep":
+            mode = "retract"
+        await self.pause(mode)
+        async with self._turn():
+            if level and not self.is_asleep:
+                if self.is_updating:
+                    raise ControlError("an update of the weights is open")
+                self.is_asleep = True
+                try:
+                    await self._run_all(Sleep(), self._timeout)
+                except ControlError:
+                    for replica in self._replicas.present:  # some may sleep
+                        self._replicas.send(replica, Control(number=0, action=Wake()))
+                    self.is_asleep = False
+                    raise
+
+    async def wake(self) -> None:
+        """Takes the memory of the cache again. The engine stays paused. Raises ControlError."""
+        async with self._turn():
+            if self.is_asleep:
+                await self._run_all(Wake(), self._timeout)
+                self.is_asleep = False
+
+    # ---- replicas ----------------------------------------------------------------------------------------------------
+
+    async def _run_all(self, action: AnyAction, timeout: float | None) -> list[ControlDone]:
+        replicas = self._replicas.present
+        if not replicas:
+            raise ControlError("no replica is there")
+        return await self._run(dict.fromkeys(replicas, action), timeout)
+
+    async def _run(self, actions: Mapping[int, AnyAction], timeout: float | None) -> list[ControlDone]:
+        """Raises ControlError with what each replica says that failed."""
+        if not actions:
+            return []
+        self._number = number = self._number + 1
+        waiting, answers = set(actions), list[ControlDone]()
+        future = asyncio.get_running_loop().create_future()
+        self._awaited[number] = waiting, future, answers
+        try:
+            for replica, action in actions.items():
+                self._replicas.send(replica, Control(number=number, action=action))
+            async with asyncio.timeout(timeout):
+                await future
+        except TimeoutError:
+            names = ", ".join(f"replica {replica}" for replica in sorted(waiting))
+            what = type(next(iter(actions.values()))).__name__
+            raise ControlTimeoutError(f"{what}: no answer from {names} within {timeout:g} s") from None
+        finally:
+            del self._awaited[number]
+        errors = sorted({answer.error for answer in answers if answer.error})
+        if errors:
+            raise ControlError("; ".join(errors), max(answer.count for answer in answers))
+        return answers
+
+    def on_done(self, done: ControlDone) -> None:
+        """Takes the answer of a replica; one that nobody waits for any more is dropped."""
+        waiting, future, answers = self._awaited.get(done.number, (set[int](), None, []))
+        if future is None or done.replica not in waiting:
+            return
+        waiting.discard(done.replica)
+        answers.append(done)
+        if not waiting and not future.done():
+            future.set_result(None)
+
+    def lose(self, replica: int, reason: str) -> None:
+        """A replica is gone: what it has not answered has failed. It comes back with the weights of its start."""
+        reason = f"replica {replica} has stopped: {reason}"
+        if self._num_updates or self._has_written:
+            self._replicas.note_outdated(replica)
+        if replica in self._members:
+            self._gone = self._gone or reason
+        for number in list(self._awaited):
+            self.on_done(ControlDone(number=number, replica=replica, error=reason))
+
+    def _greet(self, replica: int) -> None:
+        """A replica is back: it is paused like the others. Nobody waits for its answer."""
+        if self.is_paused or self.is_updating:
+            self._replicas.send(replica, Control(number=0, action=Pause(mode="keep")))
+        if self.is_asleep:
+            self._replicas.send(replica, Control(number=0, action=Sleep()))
+        self._replicas.send(replica, Control(number=0, action=SetVersion(version=self.weight_version)))
+
+
+def add_parts(sums: Sequence[PartSum]) -> dict[str, str]:
+    """The sum of each tensor of a replica, 16 hexadecimal digits. Raises ControlError where equal parts differ."""
+    totals: dict[str, dict[str, int]] = defaultdict(dict)
+    for each in sums:
+        if totals[each.name].setdefault(each.part, each.total) != each.total:
+            raise ControlError(f"ranks have different weights: {each.name}")
+    return {name: f"{sum(parts.values()) % 2**64:016x}" for name, parts in sorted(totals.items())}

@@ -1,0 +1,1 @@
+"""SGLang's own routes, for trainers that were written for them."""

@@ -1,0 +1,1 @@
+"""vLLM's own routes, for trainers that were written for them."""

@@ -1,0 +1,142 @@
+"""Buckets of memory that a trainer on the same host shares: POSIX shared memory, or memory of a GPU (CUDA IPC).
+
+The trainer fills a bucket, says what is in it, and fills it again once that is loaded.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from toka_async.control import CudaBucket, CudaHandle, ShmBucket
+from toka_async.transfer.errors import TransferError
+from toka_async.transfer.tensors import ALIGNMENT, TensorInfo, describe_tensor, view_bytes
+
+FOLDER = Path("/dev/shm")
+
+
+def read_tensors(buffer: Tensor, infos: Sequence[TensorInfo], offsets: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+    """Yields views of a bucket. Raises TransferError."""
+    if len(offsets) != len(infos) or any(offset < 0 for offset in offsets):
+        raise TransferError(f"{len(offsets)} offsets do not fit {len(infos)} tensors")
+    for info, offset in zip(infos, offsets, strict=True):
+        yield info.name, info.view(buffer, offset)
+
+
+def open_shm(bucket: ShmBucket) -> Tensor:
+    """Maps a bucket as bytes [b]; changes to them are not shared. Raises TransferError."""
+    name = bucket.name.removeprefix("/")
+    if not name or "/" in name or name in (".", ".."):
+        raise TransferError(f"{bucket.name!r} is no name of shared memory")
+    try:
+        file = os.open(FOLDER / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            memory = mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(file)
+    except (OSError, ValueError) as error:
+        raise TransferError(f"shared memory {name!r} cannot be read: {error}") from None
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class ShmWriter:
+    """The trainer's end of a bucket of POSIX shared memory. Close it, or it stays."""
+
+    def __init__(self, name: str, num_bytes: int) -> None:
+        self.name = name
+        self.num_bytes = num_bytes
+        file = os.open(FOLDER / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(file, num_bytes)
+            self._memory = mmap.mmap(file, num_bytes)
+        finally:
+            os.close(file)
+        self._bytes: Tensor | None = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    def fill(self, tensors: Sequence[tuple[str, Tensor]]) -> tuple[list[TensorInfo], ShmBucket]:
+        """Copies tensors that fit together (`divide_buckets`) into the bucket."""
+        assert self._bytes is not None
+        infos, offsets = [], place_tensors(tensors)
+        for (name, tensor), offset in zip(tensors, offsets, strict=True):
+            info = describe_tensor(name, tensor)
+            self._bytes[offset : offset + info.num_bytes].copy_(view_bytes(tensor))
+            infos.append(info)
+        return infos, ShmBucket(name=self.name, offsets=tuple(offsets))
+
+    def close(self) -> None:
+        self._bytes = None
+        (FOLDER / self.name).unlink(missing_ok=True)
+
+
+def place_tensors(tensors: Sequence[tuple[str, Tensor]]) -> list[int]:
+    """Returns where in a bucket each tensor begins."""
+    offsets, end = [], 0
+    for _, tensor in tensors:
+        offsets.append(end)
+        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    return offsets
+
+
+def divide_buckets(tensors: Iterable[tuple[str, Tensor]], num_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Divides tensors into fillings of a bucket. Raises TransferError for a tensor that is larger than the bucket."""
+    filling: list[tuple[str, Tensor]] = []
+    end = 0
+    for name, tensor in tensors:
+        size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        if size > num_bytes:
+            raise TransferError(f"{name} has {tensor.nbytes} bytes, the bucket {num_bytes}")
+        if end + size > num_bytes:
+            yield filling
+            filling, end = [], 0
+        filling.append((name, tensor))
+        end += size
+    if filling:
+        yield filling
+
+
+def open_cuda(bucket: CudaBucket, device: torch.device) -> Tensor:
+    """Maps the bucket of this GPU as bytes [b]. Raises TransferError."""
+    if device.type != "cuda":
+        raise TransferError("a bucket of CUDA needs ranks on GPUs")
+    own = name_gpu(device)
+    handle = next((each for each in bucket.handles if each.gpu == own), None)
+    if handle is None:
+        raise TransferError(f"the bucket has no handle for GPU {own}")
+    try:
+        storage = torch.UntypedStorage._new_shared_cuda(
+            device.index or 0,
+            handle.handle,
+            handle.size,
+            handle.offset,
+            handle.counter,
+            handle.counter_offset,
+            handle.event,
+            handle.waits,
+        )
+    except RuntimeError as error:
+        raise TransferError(f"the bucket of GPU {own} cannot be mapped: {error}") from None
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+def share_cuda(buffer: Tensor) -> CudaHandle:
+    """Describes bytes [b] of a GPU for other processes; the buffer has a storage of its own."""
+    _, handle, size, offset, counter, counter_offset, event, waits = buffer.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+    return CudaHandle(
+        gpu=name_gpu(buffer.device),
+        handle=handle,
+        size=size,
+        offset=offset,
+        counter=counter,
+        counter_offset=counter_offset,
+        event=event,
+        waits=waits,
+    )
+
+
+def name_gpu(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)

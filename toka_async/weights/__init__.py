@@ -1,0 +1,1 @@
+"""New weights for the model of a rank, in place, while it serves."""

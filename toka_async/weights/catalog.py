@@ -1,0 +1,88 @@
+"""Which tensors a model has, whichever part of them a rank holds: what an update may and must bring.
+
+All ranks check alike, before any of them waits for a tensor. Knows names, shapes and dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+import torch
+
+from toka_async.checkpoint.spec import ModelSpec
+from toka_async.model.weights import build_decoder
+from toka_async.transfer.tensors import TensorInfo
+
+SAFETENSORS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
+FUSED = {
+    "self_attn.qkv_proj": "self_attn.q_proj, self_attn.k_proj and self_attn.v_proj",
+    "mlp.gate_up_proj": "mlp.gate_proj and mlp.up_proj",
+}
+HEAD = "lm_head.weight"
+
+
+class UpdateError(Exception):
+    """An update is refused or has failed; the message names the tensor."""
+
+
+@dataclass(slots=True, frozen=True)
+class Expected:
+    """What a tensor must be. dtypes: as safetensors files name them."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+
+
+class WeightCatalog:
+    """The tensors of a whole model."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+        decoder = build_decoder(spec, dtype, torch.device("meta"))
+        self.tensors = {name: Expected(part.shape, part.dtypes) for name, part in decoder.parts()}
+        self._is_tied = spec.tie_embeddings
+
+    def check(self, infos: Sequence[TensorInfo], written: Collection[str]) -> None:
+        """Raises UpdateError for tensors that the model does not have so, or that have come before."""
+        names = set(written)
+        for info in infos:
+            if info.name in names:
+                raise UpdateError(f"{info.name} comes twice in one update")
+            names.add(info.name)
+            expected = self.tensors.get(info.name)
+            if expected is None:
+                raise UpdateError(f"{info.name}: {self._explain(info.name)}")
+            if info.shape != expected.shape:
+                raise UpdateError(f"{info.name} has shape {list(info.shape)}, the model's has {list(expected.shape)}")
+            if SAFETENSORS[info.dtype] not in expected.dtypes:
+                supported = [str(dtype)[6:] for dtype, name in SAFETENSORS.items() if name in expected.dtypes]
+                raise UpdateError(f"{info.name} is of type {str(info.dtype)[6:]}; supported: {', '.join(supported)}")
+
+    def check_complete(self, written: Collection[str]) -> None:
+        """Raises UpdateError that names a tensor that has not come."""
+        self.check_missing(name for name in self.tensors if name not in written)
+
+    @staticmethod
+    def check_missing(names: Iterable[str]) -> None:
+        missing = sorted(names)
+        if missing:
+            more = f" (and {len(missing) - 1} more tensors)" if len(missing) > 1 else ""
+            raise UpdateError(f"{missing[0]} is missing from the update{more}")
+
+    def _explain(self, name: str) -> str:
+        """Says why the model has no tensor of that name."""
+        if self._is_tied and name == HEAD:
+            return "the model's embeddings are tied; leave it out, and send model.embed_tokens.weight"
+        for fused, parts in FUSED.items():
+            if fused in name:
+                return f"it is a fused matrix; send {parts}, as in a checkpoint"
+        close = get_close_matches(name, self.tensors, n=1, cutoff=0.8)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        return f"the model has no such tensor{hint}"

@@ -1,0 +1,191 @@
+"""What a rank does of a trainer's actions: joins its groups, loads tensors, sums them up, and sleeps.
+
+Called between steps, when none is queued. Every action ends with a ControlDone, whatever happens; a load that fails
+closes its group, since the other end may be in the middle of a tensor. Knows no requests.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from toka_async.checkpoint.spec import ModelSpec
+from toka_async.control import (
+    BeginUpdate,
+    Broadcast,
+    Checksum,
+    CloseTransfer,
+    Control,
+    ControlDone,
+    CudaBucket,
+    Directory,
+    GroupTransfer,
+    LoadTensors,
+    OpenTransfer,
+    PartSum,
+    ShmBucket,
+    Sleep,
+    VerifyUpdate,
+    Wake,
+)
+from toka_async.memory.virtual import MemoryStaysError
+from toka_async.model.decoder import Decoder
+from toka_async.transfer.deadline import Deadline
+from toka_async.transfer.errors import TransferError
+from toka_async.transfer.nccl import join_nccl
+from toka_async.transfer.shared import open_cuda, open_shm, read_tensors
+from toka_async.transfer.tensors import TensorInfo, read_infos
+from toka_async.transfer.torch_group import join_torch_group
+from toka_async.transfer.wire import BroadcastGroup, receive_tensors
+from toka_async.weights.catalog import UpdateError, WeightCatalog
+from toka_async.weights.checksums import sum_parts
+from toka_async.weights.update import WeightUpdate
+
+logger = logging.getLogger(__name__)
+
+
+class SleepingCache(Protocol):
+    """The part of the KV cache that sleeps."""
+
+    def release(self) -> None: ...
+
+    def restore(self) -> None: ...
+
+
+class RankControl:
+    """Carries out actions on one rank.
+
+    Args:
+        spec: the whole model. rank: in the replica. tensor_rank: in its stage. number: among all ranks of all replicas.
+    """
+
+    def __init__(
+        self, decoder: Decoder, spec: ModelSpec, cache: SleepingCache, rank: int, tensor_rank: int, number: int
+    ) -> None:
+        self._decoder = decoder
+        self._spec = spec
+        self._cache = cache
+        self._rank = rank
+        self._tensor_rank = tensor_rank
+        self._number = number
+        parameter = next(decoder.parameters())
+        self._device = parameter.device
+        self._parts = dict(decoder.parts())
+        self._catalog: WeightCatalog | None = None
+        self._update: WeightUpdate | None = None
+        self._groups: dict[str, BroadcastGroup] = {}
+
+    def run(self, control: Control) -> ControlDone:
+        """Carries out an action, and waits for the device."""
+        before = self._count_written()
+        error, sums = "", tuple[PartSum, ...]()
+        try:
+            sums = self._run(control)
+        except (TransferError, UpdateError, MemoryStaysError) as problem:
+            error = str(problem)
+        except Exception as problem:
+            logger.exception("an action failed")
+            error = f"{type(problem).__name__}: {problem}"
+        count = max(0, self._count_written() - before)
+        return ControlDone(number=control.number, rank=self._rank, error=error, count=count, sums=sums)
+
+    def _count_written(self) -> int:
+        return 0 if self._update is None else len(self._update.written)
+
+    def _run(self, control: Control) -> tuple[PartSum, ...]:
+        match control.action:
+            case OpenTransfer():
+                self._open(control.action)
+            case CloseTransfer(name=name):
+                self._close(name)
+            case BeginUpdate():
+                self._update = None
+                self._catalog = self._catalog or WeightCatalog(self._spec, self._find_dtype())
+                self._update = WeightUpdate(self._decoder, self._parts, self._catalog)
+            case LoadTensors():
+                self._load(control.action)
+            case VerifyUpdate(partial=partial):
+                self._get_update().finish(partial)
+                if self._device.type == "cuda":
+                    torch.cuda.empty_cache()  # buffers of tensors, which the cache of keys and values left no room for
+            case Checksum():
+                return tuple(sum_parts(self._parts, self._tensor_rank))
+            case Sleep():
+                self._cache.release()
+            case Wake():
+                self._cache.restore()
+            case _:
+                raise UpdateError(f"{type(control.action).__name__} is no action of a rank")
+        return ()
+
+    def _find_dtype(self) -> torch.dtype:
+        """That of the weights that are not quantized: embeddings and norms never are."""
+        return next(part.target.dtype for part in self._parts.values() if part.target.itemsize > 1)
+
+    def _get_update(self) -> WeightUpdate:
+        if self._update is None:
+            raise UpdateError("no update has begun")
+        return self._update
+
+    # ---- groups
+
+    def _open(self, action: OpenTransfer) -> None:
+        transfer, deadline = action.transfer, Deadline(action.seconds)
+        self._close(transfer.name)
+        rank = transfer.rank_offset + self._number
+        if not 0 < rank < transfer.world_size:
+            raise TransferError(
+                f"rank_offset={transfer.rank_offset}, world_size={transfer.world_size}: a rank of the engine would be "
+                f"number {rank}"
+            )
+        if isinstance(transfer, GroupTransfer):
+            if transfer.backend == "nccl" and self._device.type != "cuda":
+                raise TransferError("backend=nccl needs ranks on GPUs; use gloo")
+            self._groups[transfer.name] = join_torch_group(transfer, rank, self._device, deadline)
+        else:
+            if self._device.type != "cuda":
+                raise TransferError("NCCL needs ranks on GPUs; use a group with backend gloo, or shared memory")
+            self._groups[transfer.name] = join_nccl(transfer, rank, self._device, deadline)
+
+    def _close(self, name: str) -> None:
+        group = self._groups.pop(name, None)
+        if group is not None:
+            with suppress(RuntimeError, ValueError):  # its other end may be gone
+                group.close()
+
+    # ---- tensors
+
+    def _load(self, action: LoadTensors) -> None:
+        update, deadline, source = self._get_update(), Deadline(action.seconds), action.source
+        if isinstance(source, Directory):
+            update.read_directory(source.path)
+            return
+        try:
+            infos = read_infos(action.names, action.dtypes, action.shapes)
+            update.check(infos)
+            update.write(self._receive(source, infos, deadline))
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # the trainer may overwrite a bucket now
+        except BaseException:
+            if isinstance(source, Broadcast):
+                self._close(source.transfer)
+            raise
+
+    def _receive(
+        self, source: Broadcast | ShmBucket | CudaBucket, infos: list[TensorInfo], deadline: Deadline
+    ) -> Iterable[tuple[str, Tensor]]:
+        match source:
+            case Broadcast(transfer=name, buffer_bytes=buffer_bytes):
+                group = self._groups.get(name)
+                if group is None:
+                    raise TransferError(f"no transfer {name!r} is open")
+                return receive_tensors(group, infos, deadline, buffer_bytes)
+            case ShmBucket(offsets=offsets):
+                return read_tensors(open_shm(source), infos, offsets)
+            case CudaBucket(offsets=offsets):
+                return read_tensors(open_cuda(source, self._device), infos, offsets)
