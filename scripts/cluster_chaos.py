@@ -263,7 +263,7 @@ class Storm:
 
     def _count(self) -> dict[str, object]:
         """Count what a fleet of `FEWEST` replicas has; descriptors are of this process."""
-        processes = sum(map(len, self._order("engines").values()))
+        processes = len(self._list_processes())
         return {"processes": processes, "locks": self._order("locks"), "descriptors": len(os.listdir("/proc/self/fd"))}
 
     async def _load(self) -> None:
@@ -365,9 +365,7 @@ class Storm:
         back = time.monotonic()
         self._tell("the head is back")
         self._wait(lambda: len(self._fleet.addresses()) == FEWEST and self._has_all(), "mended_after_s", back)
-        kept = {each for pids in engines.values() for each in pids} & {
-            each for pids in self._order("engines").values() for each in pids
-        }
+        kept = {each for pids in engines.values() for each in pids} & {*self._list_processes()}
         self._figures["processes_kept"] = len(kept)
         self._finish()
 
@@ -422,7 +420,7 @@ class Storm:
 
     def _has_all(self) -> bool:
         """Whether there are the processes and locks of `FEWEST` replicas, and no others."""
-        processes = sum(map(len, self._order("engines").values()))
+        processes = len(self._list_processes())
         return processes == FEWEST * PROCESSES and self._order("locks") == FEWEST
 
     def _choose_host(self) -> int:
