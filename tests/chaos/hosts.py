@@ -26,7 +26,12 @@ HEALTH = {
     "RAY_grpc_client_keepalive_time_ms": "10000",
     "RAY_grpc_client_keepalive_timeout_ms": "10000",
 }
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "0"}
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_memory_monitor_refresh_ms": "0",  # it would kill workers for the memory of the machine's other work
+}
 SLOTS = 2  # CPUs and pretended GPUs of a host for replicas
 MOST_WAIT = 240.0  # seconds
 

@@ -77,7 +77,7 @@ def generate(
 
     Raises:
         ConfigError: the configuration is wrong.
-        ValueError: `output` without `id_column`, or what is wrong in `sampling`.
+        ValueError: `output` without `id_column`, what is wrong in `sampling`, or the column that is not there.
     """
     fields = dict(sampling or {})
     if output is not None and id_column is None:
@@ -99,6 +99,10 @@ def generate(
         num_cpus=num_cpus,
         resources=resources or {},
     )
+    columns = ds.columns(fetch_if_missing=False)  # what a dataset is made of says it, or nothing does yet
+    for column in (prompt_column, id_column):
+        if columns is not None and column is not None and column not in columns:
+            raise ValueError(f"there is no column {column!r}; there are {', '.join(columns)}")
     most = find_max_seqs(loaded)
     rows = block_rows or guess_block_rows(most, samples, fields)
     least_replicas, most_replicas = (replicas, replicas) if isinstance(replicas, int) else replicas

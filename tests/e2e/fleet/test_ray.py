@@ -45,7 +45,13 @@ NODE: dict[str, Any] = {"num_cpus": 1, "resources": {"slot": 1}, "object_store_m
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    head = {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False, "object_store_memory": 100_000_000}
+    head: dict[str, Any] = {
+        "num_cpus": 0,
+        "num_gpus": 0,
+        "include_dashboard": False,
+        "object_store_memory": 100_000_000,
+        "_system_config": {"memory_monitor_refresh_ms": 0},  # it would kill workers for what else runs here
+    }
     made = Cluster(initialize_head=True, head_node_args=head)
     ray.init(made.address, log_to_driver=False, configure_logging=False)  # on the head, which nobody kills
     made.add_node(**NODE, num_gpus=len(VICTIMS))  # on one node: nodes of one machine number the same GPUs alike
