@@ -24,7 +24,6 @@ COVERED = {
     "e2e/test_serve.py": ["procs/server"],
     "e2e/trainers/test_updates.py": ["client/trainer", "transfer/torch_group"],
     "e2e/test_tensor_parallel.py": ["startup/process_groups", "startup/rank_coords"],
-    "gpu/trainers/test_nccl.py": ["transfer/nccl"],
     "parity/test_weight_updates.py": ["weights/catalog", "weights/checksums", "weights/update"],
     "parity/test_decoder.py": ["kernels/activation", "model/layers"],
     "unit/attention/test_paged.py": ["attention/triton"],

@@ -112,19 +112,25 @@ class EngineControl:
 
         Raises ControlError, also when the engine is resumed before the pause is complete.
         """
+        if mode == "wait":  # computes on
+            self._check_whole()
         self.paused = mode
         await self._run_all(Pause(mode=mode), None if mode == "wait" else self._timeout)
 
     async def resume(self) -> None:
         """Goes on; nothing happens without a pause. Raises ControlError, also while weights are not whole."""
+        self._check_whole()
+        await self._run_all(Resume(), self._timeout)
+        self.paused = None
+
+    def _check_whole(self) -> None:
+        """Raises ControlError where nothing may be computed."""
         if self.is_updating:
             raise ControlError("an update of the weights is open: finish or abandon it first")
         if self.is_torn:
             raise ControlError("an update has failed and left weights of two versions: update all of them first")
         if self.is_asleep:
             raise ControlError("the engine sleeps: wake it first")
-        await self._run_all(Resume(), self._timeout)
-        self.paused = None
 
     async def abort(self, names: Iterable[str] | None = None, others: Iterable[Named] = ()) -> int:
         """Ends requests with `Reason.ABORT` and the tokens that they have, also those that have not begun.

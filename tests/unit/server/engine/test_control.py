@@ -141,8 +141,9 @@ async def test_a_failed_update_leaves_the_engine_paused_with_the_old_version(num
     second.control_error, second.num_written = "", 0
     assert control.is_torn == bool(num_written)
     if num_written:
-        with pytest.raises(ControlError, match="left weights of two versions"):
-            await control.resume()
+        for forbidden in (control.resume(), control.pause("wait")):
+            with pytest.raises(ControlError, match="left weights of two versions"):
+                await forbidden
         with pytest.raises(ControlError, match="update all of them, not some"):
             await control.begin_update(partial=True)
         await update(engine, "v2")
