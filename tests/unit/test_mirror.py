@@ -51,7 +51,7 @@ COVERED = {
         "kernels/sampling/row",
         "kernels/sampling/stats",
     ],
-    "e2e/nodes/test_nodes.py": ["procs/coordinator", "procs/node", "replica_lives"],
+    "e2e/nodes/test_nodes.py": ["nodes/messages", "procs/coordinator", "procs/node", "replica_lives"],
     "unit/test_supervisor.py": ["procs/launched"],
     "unit/openai/test_parse.py": ["openai/errors"],
     "unit/runner/test_pipeline.py": ["runner/inputs", "runner/links"],
