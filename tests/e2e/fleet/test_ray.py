@@ -39,6 +39,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
 SIMULATED: dict[str, Any] = {"device": "simulated", "simulated": {"step_ms": 10.0, "gpu": "pretended"}}
 VICTIMS = ("worker", "parent", "server", "scheduler-0", "rank-0-0")  # of a replica each
 CHILDREN = 3  # of an engine's parent
+JOB_SECONDS = 240.0  # in which a job begins, or begins again
 MOST_AGAIN = 6  # blocks that are computed again for each loss
 NODE: dict[str, Any] = {"num_cpus": 1, "resources": {"slot": 1}, "object_store_memory": 100_000_000}
 
@@ -260,6 +261,7 @@ def test_a_mistake_is_reported_with_the_engines_words() -> None:
         assert "exit code 2): toka-async: model.path=/no/such/model" in fleet.list_statuses()[0].problem
 
 
+@pytest.mark.slow  # 80 CPU seconds: with the tests above more than Ray may take of CI's time
 def test_a_job_that_loses_its_driver_an_engine_and_a_node_writes_each_row_once(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -271,10 +273,10 @@ def test_a_job_that_loses_its_driver_an_engine_and_a_node_writes_each_row_once(
 
     def compute_more() -> None:
         before = count_computed(tmp_path)
-        wait_until(lambda: count_computed(tmp_path) > before + BLOCK_ROWS, tell)
+        wait_until(lambda: count_computed(tmp_path) > before + BLOCK_ROWS, tell, JOB_SECONDS)
 
     job = start_job(tmp_path, cluster.address)
-    wait_until(lambda: list_files(tmp_path), tell)
+    wait_until(lambda: list_files(tmp_path), tell, JOB_SECONDS)
     job.kill()
     job.wait()
     wait_until(lambda: not find_engines(cluster))
