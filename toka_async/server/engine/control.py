@@ -239,6 +239,8 @@ class EngineControl:
             self.weight_version = version
             self.is_updating = self.is_torn = False
             self._num_updates += 1
+            for replica in set(range(len(self._replicas.replicas))) - set(self._members):
+                self._replicas.note_outdated(replica)
             if not self._is_partial:
                 self._replicas.note_current(self._members)
             self._replicas.forget_prompts()
@@ -300,9 +302,13 @@ class EngineControl:
 
     def _give_up(self) -> None:
         """The trainer has not gone on with the update for too long."""
-        if self.is_updating and not self._in_turn.locked():
-            logger.warning("the update of the weights was given up: nothing came for %g s", self._timeout)
-            self._abandon()
+        if not self.is_updating:
+            return
+        if self._in_turn.locked():  # something else is done meanwhile
+            self._watch = asyncio.get_running_loop().call_later(self._timeout, self._give_up)
+            return
+        logger.warning("the update of the weights was given up: nothing came for %g s", self._timeout)
+        self._abandon()
 
     def _stop_watch(self) -> None:
         if self._watch is not None:
@@ -404,7 +410,7 @@ class EngineControl:
 
     def _greet(self, replica: int) -> None:
         """A replica is back: it is paused like the others. Nobody waits for its answer."""
-        if self.is_paused or self.is_updating:
+        if self.is_paused:
             self._replicas.send(replica, Control(number=0, action=Pause(mode="keep")))
         if self.is_asleep:
             self._replicas.send(replica, Control(number=0, action=Sleep()))
