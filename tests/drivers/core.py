@@ -161,6 +161,7 @@ class CoreDriver:
         while (order := self.core.next_order()) is not None:
             message = self._codec.decode(self._codec.encode(order))
             assert isinstance(message, Control)
+            assert not self.queued, "an order comes between steps"
             self.core.complete_order(self.carry_out(message))
             self.collect()
 

@@ -69,6 +69,7 @@ OPTIONS: Mapping[str, Habit] = {
     "--max-logprobs": Habit("limits.max_logprobs"),
     "--generation-config": Habit("model.generation_config", words={"vllm": "none"}),
     "--enable-deterministic-inference": _flag("model.batch_invariant", "true"),
+    "--enable-fp32-lm-head": _flag("model.fp32_logits", "true"),
     "--load-format": Habit("model.load", words={"dummy": "random", "auto": "weights", "safetensors": "weights"}),
     # The server.
     "--host": Habit("server.host"),

@@ -45,6 +45,13 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         bool,
         Meta(description="answer a request with the same tokens to the last bit, whatever runs beside it; slower"),
     ] = False
+    fp32_logits: Annotated[
+        bool,
+        Meta(
+            description="keep logits in float32 instead of rounding them to model.dtype; a decoding row's logits then "
+            "take twice the memory, and reading them twice the time"
+        ),
+    ] = False
     served_name: Annotated[str, Meta(description="the model's name in the API; empty: model.path as given")] = ""
     max_context: Annotated[
         Count | Auto, Meta(description="most tokens of a sequence, prompt and completion; auto: the model's own limit")

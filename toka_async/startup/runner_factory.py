@@ -108,6 +108,7 @@ class RunnerFactory:
         the runner is ready, not in the background afterwards. lock_gpu: called with the GPU's UUID before it is used.
         """
         self.model_dir = model_dir
+        spec = msgspec.structs.replace(spec, fp32_logits=config.model.fp32_logits)
         self.spec = spec = group_experts(spec, config.parallel.ep)
         self.config = config
         self.coords = coords
