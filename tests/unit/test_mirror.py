@@ -53,6 +53,13 @@ COVERED = {
     ],
     "e2e/nodes/test_nodes.py": ["nodes/messages", "procs/coordinator", "procs/node", "replica_lives"],
     "unit/test_supervisor.py": ["procs/launched"],
+    "unit/text/formats/test_choice.py": ["text/formats/format", "text/formats/template"],
+    "unit/text/formats/test_parser.py": [
+        "text/formats/contents",
+        "text/formats/llama_json",
+        "text/formats/mistral",
+        "text/formats/pythonic",
+    ],
     "unit/openai/test_parse.py": ["openai/errors"],
     "unit/runner/test_pipeline.py": ["runner/inputs", "runner/links"],
     "unit/runner/test_results.py": ["runner/prompt_logprobs"],

@@ -68,6 +68,14 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         ),
     ] = "raw"
     chat_template: Annotated[str, Meta(description="file with a jinja chat template; empty: the tokenizer's")] = ""
+    tool_format: Annotated[
+        Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "harmony"],
+        Meta(description="how the model writes tool calls; auto: as its response_template or chat template shows"),
+    ] = "auto"
+    reasoning_format: Annotated[
+        Literal["auto", "none", "think", "mistral", "harmony"],
+        Meta(description="how the model marks its reasoning; think: <think>…</think>; auto: as above"),
+    ] = "auto"
 
     @property
     def needs_weights(self) -> bool:

@@ -96,7 +96,8 @@ class GenerationParams:
     says of a prompt: once, or in each choice. truncation: None leaves prompts as they are. usage_in_chunks: each chunk
     of a stream has its sample's usage so far. pad_chunks: chunks hide the length of their text. pack_logprobs: samples'
     log-probs are arrays in the response's `system_fingerprint`. pack_columns: all log-probs are arrays in fields of
-    their own. has_text: the answer has the samples' texts. request_id: the client's; empty: it gave none.
+    their own. has_text: the answer has the samples' texts. request_id: the client's; empty: it gave none. is_parsed:
+    reasoning and tool calls are told from the text, which has the special tokens that mark them.
     """
 
     n: int
@@ -125,6 +126,7 @@ class GenerationParams:
     has_text: bool = True
     spaces_between_special_tokens: bool = True
     request_id: str = ""
+    is_parsed: bool = False
 
 
 def completion_generation(request: CompletionRequest, limits: RequestLimits, defaults: Defaults) -> GenerationParams:
