@@ -37,7 +37,7 @@ COVERED = {
     "unit/checkpoint/test_spec.py": ["checkpoint/rope_spec"],
     "unit/cli/test_batch_run.py": ["batches/retry"],
     "unit/client/test_client.py": ["client/base_client", "client/connection", "client/fields"],
-    "unit/client/test_exchange.py": ["client/errors", "client/pending", "client/results"],
+    "unit/client/test_exchange.py": ["client/errors", "client/pending"],
     "unit/config/test_load.py": ["config/sections", "config/text"],
     "unit/kernels/experts/test_mixture.py": ["kernels/experts/sums"],
     "unit/kernels/test_append.py": ["kernels/stored"],

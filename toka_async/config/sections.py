@@ -494,7 +494,11 @@ class SimulatedConfig(Section, frozen=True, kw_only=True):
         float, Meta(ge=0, le=1, description="probability that a simulated token is one of the request's end tokens")
     ] = 0.0
     gpu: Annotated[
-        str, Meta(description="name of a GPU that is locked as a real one, a number for each rank added; empty: none")
+        str,
+        Meta(
+            description="name of GPUs that are counted and locked as real ones, each rank's with its number in "
+            "CUDA_VISIBLE_DEVICES added; empty: none"
+        ),
     ] = ""
 
 
