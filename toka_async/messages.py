@@ -26,6 +26,7 @@ class Reason(IntEnum):
     LENGTH = 2  # it reached max_tokens
     STOP_STRING = 3  # the server found a stop string in its text
     ABORT = 4  # it was aborted; what it has of tokens is valid
+    ERROR = 5  # its grammar failed; what it has of tokens is valid
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -58,6 +59,7 @@ class TokenSampling(Message, frozen=True, kw_only=True):
     num_logprobs: int = -1  # -1 none, 0 the chosen token's, k also the k likeliest
     num_prompt_logprobs: int = -1  # the same for the prompt's tokens
     allowed_ids: memoryview = EMPTY  # int32 [a]: no other token id is sampled; empty: all are allowed
+    grammar: str = ""  # in llguidance's Lark, of the whole output; empty: none
 
 
 # ---- server -> scheduler ---------------------------------------------------------------------------------------------
@@ -418,6 +420,14 @@ class ExpertLoads(Tagged, frozen=True):
     counts: tuple[memoryview, ...]  # int32 [experts] of each
 
 
+class MaskWork(Message, frozen=True):
+    """What masks of grammars took in a step: rows, seconds of the host, and seconds that the device waited for it."""
+
+    rows: int
+    seconds: float
+    stalled: float
+
+
 class StepDone(Tagged, frozen=True, kw_only=True):
     """The results of one Step, in the order in which it samples."""
 
@@ -434,6 +444,8 @@ class StepDone(Tagged, frozen=True, kw_only=True):
     num_compiles: int = 0  # kernels and graphs compiled since the rank was ready; above 0, it was not warm
     stalled: float = 0.0  # seconds of `seconds` in which the device waited for other stages
     loads: ExpertLoads | None = None  # between the runner and its process
+    broken: memoryview = EMPTY  # int32: rows of s whose grammar failed; their tokens are none
+    masks: MaskWork | None = None  # None: no row has a grammar
 
 
 class StageTimes(Tagged, frozen=True):

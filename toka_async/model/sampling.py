@@ -52,10 +52,11 @@ class Flag(IntFlag):
     COUNTED = 32  # presence or frequency penalty
     LOGPROBS = 64
     ALLOWED = 128  # only some token ids are allowed
+    MASKED = 4096  # only what a grammar allows, which differs from token to token
     # 256 is a flag of the kernels alone.
 
 
-EDITS = Flag.ALLOWED | Flag.BIASED | Flag.MIN_TOKENS | Flag.REPETITION | Flag.COUNTED
+EDITS = Flag.MASKED | Flag.ALLOWED | Flag.BIASED | Flag.MIN_TOKENS | Flag.REPETITION | Flag.COUNTED
 
 # Filters look at the likeliest tokens, then at more of them where these do not decide, at last at all of them.
 _WIDTHS = (64, 1024)
@@ -73,7 +74,9 @@ def make_params(sampling: TokenSampling) -> Params:
         | Flag.FILTERED * filtered
         | Flag.ALLOWED * bool(sampling.allowed_ids)
         | Flag.BIASED * bool(sampling.bias_ids)
-        | Flag.MIN_TOKENS * (sampling.min_tokens > 0 and bool(sampling.end_ids))
+        # A grammar's masks hold end tokens back, as far as there is anything else to draw.
+        | Flag.MIN_TOKENS * (sampling.min_tokens > 0 and bool(sampling.end_ids) and not sampling.grammar)
+        | Flag.MASKED * bool(sampling.grammar)
         | Flag.REPETITION * (sampling.repetition_penalty != 1)
         | Flag.COUNTED * (sampling.presence_penalty != 0 or sampling.frequency_penalty != 0)
         | Flag.LOGPROBS * (sampling.num_logprobs >= 0)

@@ -28,6 +28,7 @@ from toka_async.openai.requests import (
     SamplingFields,
     StreamOptions,
 )
+from toka_async.openai.structured import find_grammar
 
 N = TypeVar("N", int, float)
 
@@ -82,7 +83,8 @@ class GenerationParams:
     `sampling` may ask the engine for more because of an echo. num_prompt_copies: how often the answer repeats what it
     says of a prompt: once, or in each choice. truncation: None leaves prompts as they are. usage_in_chunks: each chunk
     of a stream has its sample's usage so far. pad_chunks: chunks hide the length of their text. pack_logprobs: samples'
-    log-probs are arrays in the response's `system_fingerprint`. has_text: the answer has the samples' texts.
+    log-probs are arrays in the response's `system_fingerprint`. grammar_param: the field that outputs' grammar comes
+    from. has_text: the answer has the samples' texts.
     """
 
     n: int
@@ -105,6 +107,7 @@ class GenerationParams:
     priority: int
     cache_salt: str
     truncation: Truncation | None
+    grammar_param: str = ""
     num_prompt_copies: int = 1
     has_text: bool = True
 
@@ -162,12 +165,13 @@ def build_generation(
         num_prompt_logprobs = max(num_prompt_logprobs, fields.prompt_logprobs)
     stop_token_ids = np.array(fields.stop_token_ids, dtype=np.int32)
     check_vocabulary(stop_token_ids, limits.vocab_size, "stop_token_ids")
-    options = fields.stream_options or StreamOptions()
+    options, grammar = fields.stream_options or StreamOptions(), find_grammar(fields)
+    sampling = build_sampling(fields, limits, defaults, num_logprobs, num_prompt_logprobs)
     return GenerationParams(
         n=fields.n,
         max_tokens=max_tokens,
         seed=secrets.randbits(63) if fields.seed is None else fields.seed,
-        sampling=build_sampling(fields, limits, defaults, num_logprobs, num_prompt_logprobs),
+        sampling=msgspec.structs.replace(sampling, grammar=grammar.text),
         stops=parse_stops(fields.stop),
         include_stop=fields.include_stop_str_in_output,
         stop_token_ids=frozenset(fields.stop_token_ids),
@@ -184,6 +188,7 @@ def build_generation(
         priority=fields.priority,
         cache_salt=fields.cache_salt or "",
         truncation=build_truncation(fields),
+        grammar_param=grammar.param,
     )
 
 

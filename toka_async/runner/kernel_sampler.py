@@ -16,6 +16,7 @@ from torch import Tensor
 from toka_async.arrays import Bool, Int32, Int64
 from toka_async.kernels.sampling.edit import LIST_WIDTH, NUM_TOP, EditKernels, EditTable, RowTokens
 from toka_async.kernels.sampling.kernels import RowTable, SamplingKernels
+from toka_async.kernels.sampling.mask import apply_masks
 from toka_async.kernels.sampling.row import RAW
 from toka_async.model.sampling import EDITS, Flag, Params, sample
 from toka_async.runner.copies import upload
@@ -98,6 +99,8 @@ class KernelSampler:
     def _draw_full(self, logits: Tensor, slots: Tensor, contexts: Tensor) -> tuple[Tensor, ...]:
         rows = (logits, slots, contexts, self._table, self._edits.table, self._edits.tokens)
         top_ids, top_values = self._editing.edit(*rows)
+        if self._rows.masks is not None:
+            apply_masks(logits, slots, self._table.flags, self._rows.masks)
         token_ids, logprobs = self._kernels.draw(logits, slots, contexts, self._table)
         self._editing.restore(*rows, (token_ids, logprobs))
         return token_ids, logprobs, top_ids, top_values
@@ -178,6 +181,8 @@ def try_editing(vocab_size: int, page_size: int, dtype: torch.dtype, device: tor
         RowTokens(history, history),
     )
     kernels.edit(*rows)
+    masks = torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32, device=device)
+    apply_masks(rows[0], slots, rows[3].flags, masks)
     kernels.restore(*rows, (slots, torch.zeros(1, dtype=torch.float32, device=device)))
 
 

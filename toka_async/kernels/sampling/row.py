@@ -17,6 +17,7 @@ MIN_TOKENS = tl.constexpr(8)
 REPETITION = tl.constexpr(16)
 COUNTED = tl.constexpr(32)
 LOGPROBS = tl.constexpr(64)
+MASKED = tl.constexpr(4096)
 RAW = tl.constexpr(256)  # of kernels alone: log-probs need a pass before edits
 
 LINE = tl.constexpr(64)  # two words of seen bits

@@ -31,7 +31,13 @@ Float64 = npt.NDArray[np.float64]
 
 SECONDS = GAP_SECONDS
 REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960, 1920, 7680)
-LABELS = {Reason.STOP: "stop", Reason.STOP_STRING: "stop", Reason.LENGTH: "length", Reason.ABORT: "abort"}
+LABELS = {
+    Reason.STOP: "stop",
+    Reason.STOP_STRING: "stop",
+    Reason.LENGTH: "length",
+    Reason.ABORT: "abort",
+    Reason.ERROR: "error",
+}
 NO_GUESS = (0.0, 0.0)
 
 

@@ -125,6 +125,9 @@ def sglang_generation(
         include_stop_str_in_output=sampling.no_stop_trim,
         ignore_eos=sampling.ignore_eos,
         skip_special_tokens=sampling.skip_special_tokens,
+        json_schema=sampling.json_schema or None,
+        regex=sampling.regex or None,
+        ebnf=sampling.ebnf or None,
         stream=wire.stream,
         return_token_ids=True,
         priority=-wire.priority,  # SGLang's higher ones come first
