@@ -122,9 +122,13 @@ class BeginUpdate(Action, frozen=True, kw_only=True):
 
 
 class Broadcast(Action, frozen=True, kw_only=True):
-    """The tensors come from the trainer's rank of an open transfer."""
+    """The tensors come from the trainer's rank of an open transfer.
+
+    buffer_bytes: of the chunks that they are packed in, 0 for none; -1: as the transfer was opened.
+    """
 
     transfer: str
+    buffer_bytes: int = -1
 
 
 class ShmBucket(Action, frozen=True, kw_only=True):

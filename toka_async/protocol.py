@@ -101,11 +101,19 @@ class Ping(Header, frozen=True, kw_only=True, tag="ping"):
     """A sign of life, answered with a Pong."""
 
 
+class Command(Header, frozen=True, kw_only=True, tag="command"):
+    """Control of the engine by a trainer, answered with a CommandReply. id: the client's. See client/PROTOCOL.md."""
+
+    id: Id
+    name: Annotated[str, Meta(max_length=64)]
+    args: Raw = Raw(b"\x80")
+
+
 class Bye(Header, frozen=True, kw_only=True, tag="bye"):
     """The session is over: running requests are cancelled."""
 
 
-FromClient = Hello | Submission | Cancellation | Ack | Ping | Bye
+FromClient = Hello | Submission | Cancellation | Ack | Ping | Command | Bye
 
 
 # ---- server -> client ------------------------------------------------------------------------------------------------
@@ -184,6 +192,14 @@ class Pong(ServerHeader, frozen=True, kw_only=True, tag="pong"):
     """The answer to a Ping."""
 
 
+class CommandReply(ServerHeader, frozen=True, kw_only=True, tag="reply"):
+    """The answer to a Command, sent once, over the connection that it came by. error: why it was refused or failed."""
+
+    id: Id
+    error: str | None = None
+    result: Raw = Raw(b"\xc0")
+
+
 class Closed(ServerHeader, frozen=True, kw_only=True, tag="closed"):
     """The connection has no session (any more); code: `unknown`, `too_slow`, `stopping`, `refused`.
 
@@ -194,7 +210,7 @@ class Closed(ServerHeader, frozen=True, kw_only=True, tag="closed"):
     message: str
 
 
-FromServer = Welcome | Results | PromptLogprobs | Error | Pong | Closed
+FromServer = Welcome | Results | PromptLogprobs | Error | Pong | CommandReply | Closed
 
 H = TypeVar("H", bound=Header)
 

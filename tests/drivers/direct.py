@@ -63,7 +63,7 @@ async def direct_server(
     """`config` are fields as `make_config` takes them."""
     scheduler, settings = scheduler or FakeScheduler(), make_config(zmq_bind=bind, **config)
     service = make_service(scheduler, settings)
-    server = DirectServer(settings.zmq, service)
+    server = DirectServer(settings.zmq, service, takes_commands=settings.server.admin)
     try:
         yield World(scheduler, service, server)
     finally:

@@ -47,6 +47,7 @@ class Engine:
         batch_invariant: bool = False,
         quantize: str = "none",
         cache_dtype: str = "auto",
+        can_sleep: bool = False,
         **options: Unpack[CoreOptions],
     ) -> None:
         min_seqs = options.get("group_min_seqs", 0)
@@ -62,6 +63,7 @@ class Engine:
                 page_size=page_size,
                 num_tokens=num_tokens,
                 dtype=cache_dtype,  # type: ignore[arg-type]
+                can_sleep=can_sleep,
             ),
             schedule=ScheduleConfig(max_seqs=max_seqs, max_tokens=max_tokens, group_min_seqs=min_seqs),
             attention=AttentionConfig(backend=backend),  # type: ignore[arg-type]

@@ -100,6 +100,7 @@ class FakeScheduler:
         self.silent = False
         self.paused: PauseMode | None = None
         self.control_error = ""
+        self.failing_act = ""  # the only one that fails; empty: all do
         self.num_written = 0
         self.weights = 5
         self.acts: list[str] = []
@@ -198,10 +199,9 @@ class FakeScheduler:
                 count = self._abort([*self.requests] if everything else as_i32(ids).tolist())
             case AbandonUpdate():
                 self.paused = self.paused or "keep"
+        error = self.control_error if self.failing_act in ("", self.acts[-1]) else ""
         replica, life = (self._ready.replica, self._ready.life) if self._ready else (0, 0)
-        return ControlDone(
-            number=message.number, replica=replica, life=life, count=count, error=self.control_error, sums=sums
-        )
+        return ControlDone(number=message.number, replica=replica, life=life, count=count, error=error, sums=sums)
 
     def _abort(self, request_ids: list[int]) -> int:
         found = [request_id for request_id in request_ids if request_id in self.requests]

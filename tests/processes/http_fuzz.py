@@ -26,7 +26,12 @@ SMALL = (
     *("model.max_context=64", "limits.max_n=4", "limits.max_body_mb=1", "batches.max_file_mb=1"),
     "server.admin=true",
 )
-PAUSES = ("pause", "pauseGeneration")  # after which nothing would be answered
+# After these nothing is answered until something else is done, or they wait for a trainer that does not come.
+PAUSES = (
+    *("pause", "pauseGeneration", "sleep", "releaseCacheMemory", "releaseMemoryOccupation", "collectiveRpc"),
+    *("startWeightUpdate", "updateWeights", "initWeightTransferEngine", "initWeightsUpdateGroup"),
+    *("beginWeightUpdate", "updateWeightsFromDistributed", "updateWeightsFromDisk"),
+)
 # A schema cannot tell the rules that tie fields together, nor what a chat template takes: valid data may be refused.
 OPTIONS = (
     "--exclude-checks=positive_data_acceptance",

@@ -25,7 +25,7 @@ FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and it
     "text": set(),
     "scheduler": set(),
     "transport": set(),
-    "client": {"transport"},
+    "client": {"transport", "transfer"},
     "listening": set(),
     "socket_folder": set(),
     "gpu_lock": set(),
@@ -40,7 +40,7 @@ FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and it
     "runner": {"checkpoint", "grammars", "model", "attention", "kernels"},
     "tuning": {"checkpoint", "model", "attention", "kernels", "runner"},
     "transfer": set(),
-    "weights": {"checkpoint", "model", "transfer"},
+    "weights": {"checkpoint", "memory", "model", "transfer"},
     "startup": {"checkpoint", "grammars", "model", "attention", "kernels", "runner", "tuning", "weights"},
 }
 FAMILIES["procs"] = set(FAMILIES) - {"client"}

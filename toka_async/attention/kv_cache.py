@@ -5,7 +5,10 @@ Pages are numbers here; the scheduler knows which are in use, and by whom.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -14,7 +17,9 @@ from torch import Tensor
 from toka_async.bar import Show, show_nothing
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.memory.host import discard_memory
+from toka_async.memory.virtual import CudaDriver, MemoryStaysError, VirtualMemory, view_memory
 
+ALIGNMENT = 256  # bytes, of a layer's keys or values in memory that can be given back
 E4M3 = torch.float8_e4m3fn
 
 
@@ -53,8 +58,9 @@ class KVCache:
         device: torch.device,
         show: Show = show_nothing,
         stored: CacheFormat | None = None,
+        can_sleep: bool = False,
     ) -> None:
-        """stored: None: keys and values as they are."""
+        """stored: None: keys and values as they are. can_sleep: a GPU's memory can be given back and taken again."""
         stored = stored or CacheFormat(dtype)
         assert stored.dtype in (dtype, E4M3)
         assert stored.dtype == E4M3 or not stored.scales
@@ -66,12 +72,20 @@ class KVCache:
         self.scales = stored.scales or (LayerScales(),) * num_layers
         shape = (num_pages, num_kv_heads, page_size, head_dim)
         # Zeros, not empty: what is masked is still multiplied, and 0 * NaN is NaN.
+        make_zeros = partial(torch.zeros, shape, dtype=stored.dtype, device=device)
+        self._memory: VirtualMemory | None = None
+        if can_sleep and device.type == "cuda":
+            num_bytes = -(-prod(shape) * stored.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+            self._memory = VirtualMemory(2 * num_layers * num_bytes, CudaDriver(device))
+            places = iter(torch.split(view_memory(self._memory, device), num_bytes))
+            make_zeros = partial(_take_zeros, places, shape, stored.dtype)
+        self._is_released = False
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         for layer in range(num_layers):
             show(layer, num_layers, "layers of the cache allocated")
-            self.keys.append(torch.zeros(shape, dtype=stored.dtype, device=device))
-            self.values.append(torch.zeros(shape, dtype=stored.dtype, device=device))
+            self.keys.append(make_zeros())
+            self.values.append(make_zeros())
         assert len(self.scales) == num_layers
         self.device = self.keys[0].device
 
@@ -80,19 +94,40 @@ class KVCache:
         return torch.zeros((num_tokens, num_heads, self.head_dim), dtype=self.dtype, device=self.device)
 
     def release(self) -> None:
-        """Gives the memory of all pages back, and keeps their addresses, so that captured graphs stay valid."""
-        for tensor in (*self.keys, *self.values):
-            discard_memory(tensor)
+        """Gives the memory of all pages back, and keeps their addresses, so that captured graphs stay valid.
+
+        Raises MemoryStaysError on a GPU without `can_sleep`.
+        """
+        if self.device.type == "cuda":
+            if self._memory is None:
+                raise MemoryStaysError("the cache cannot give its memory back: start with cache.can_sleep")
+            torch.cuda.synchronize(self.device)
+            self._memory.release()
+        else:
+            for tensor in (*self.keys, *self.values):
+                discard_memory(tensor)
+        self._is_released = True
 
     def restore(self) -> None:
-        """Takes the memory again; all pages are zeros."""
+        """Takes the memory again, if it was given back; all pages are zeros. Raises MemoryStaysError."""
+        if not self._is_released:
+            return
+        if self._memory is not None:
+            self._memory.restore()
         for tensor in (*self.keys, *self.values):
             view_numbers(tensor).zero_()
+        self._is_released = False
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
         """Copies whole pages in all layers. int64 [n] each; all sources are read before a target is written."""
         for tensor in map(view_numbers, (*self.keys, *self.values)):
             tensor[targets] = tensor[sources]
+
+
+def _take_zeros(places: Iterator[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Makes zeros of that shape of the next place's bytes."""
+    place = next(places)
+    return place.zero_()[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def view_numbers(stored: Tensor) -> Tensor:

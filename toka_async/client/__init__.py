@@ -5,19 +5,22 @@
         result.samples[0].token_ids, result.samples[0].finish_reason
 
 `Client` is for one server and `Pool` for many replicas, both for asyncio; `SyncClient` and `SyncPool` are for all other
-code. They reconnect after a break and repeat open requests under the same id, so each runs once. They load neither
-torch nor a web server. PROTOCOL.md describes the protocol for clients in other languages.
+code. They reconnect after a break and repeat open requests under the same id, so each runs once. `Trainer` pauses a
+server and gives it new weights. Nothing loads torch before tensors are sent, or a web server. PROTOCOL.md describes the
+protocol for clients in other languages.
 """
 
 from toka_async.client.client import Client
-from toka_async.client.errors import ConnectionLostError, ReplicaLostError, RequestError
+from toka_async.client.errors import CommandError, ConnectionLostError, ReplicaLostError, RequestError
 from toka_async.client.fields import Fields
 from toka_async.client.pool import Pool, PooledReplica
 from toka_async.client.results import Event, PromptScores, Result, Sample
 from toka_async.client.sync import SyncClient, SyncPool
+from toka_async.client.trainer import Trainer
 
 __all__ = [
     "Client",
+    "CommandError",
     "ConnectionLostError",
     "Event",
     "Fields",
@@ -30,4 +33,5 @@ __all__ = [
     "Sample",
     "SyncClient",
     "SyncPool",
+    "Trainer",
 ]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+import msgspec
 import zmq
 
 from toka_async.client.base_client import CLOSED, TIMEOUT, BaseClient
@@ -108,6 +109,17 @@ class Client(BaseClient):
                 self._connection.fail(ConnectionLostError(self._lost))
         if loss.is_final or self._timeout is None:
             self._settled.set()
+
+    async def command(self, name: str, args: Mapping[str, Any]) -> Any:
+        """Control the engine: a command of PROTOCOL.md with its arguments; `Trainer` has a method for each.
+
+        Raises:
+            CommandError: the engine refuses it, or could not carry it out.
+            ConnectionLostError: there is no connection, or it broke before the answer.
+        """
+        if self._lost is not None or self._connection is None:
+            raise ConnectionLostError(self._lost)
+        return msgspec.msgpack.decode(await self._connection.command(name, msgspec.msgpack.encode(args)))
 
     def _submit(self, pending: Pending) -> None:
         if self._lost is not None or self._connection is None:

@@ -10,10 +10,10 @@ from typing import Self
 
 import zmq
 
-from toka_async.client.errors import ConnectionLostError
+from toka_async.client.errors import CommandError, ConnectionLostError
 from toka_async.client.exchange import Exchange
 from toka_async.client.pending import Pending
-from toka_async.protocol import ProtocolError, Welcome
+from toka_async.protocol import CommandReply, ProtocolError, Welcome
 from toka_async.transport.curve import KeyPair, read_pair, read_public
 from toka_async.transport.zmq_frames import Dealer, Frame, Loss
 
@@ -93,6 +93,26 @@ class ClientConnection:
         for pending in pendings:
             self._exchange.abandon(pending)
         self._wake()
+
+    async def command(self, name: str, args: bytes) -> bytes:
+        """Send a command, and wait for what it returns. Raises CommandError or ConnectionLostError."""
+        future: asyncio.Future[bytes] = self._loop.create_future()
+
+        def take(reply: CommandReply | Exception) -> None:
+            if future.done():
+                return
+            if isinstance(reply, Exception):
+                future.set_exception(reply)
+            elif reply.error is not None:
+                future.set_exception(CommandError(reply.error))
+            else:
+                future.set_result(bytes(reply.result))
+
+        number = self._exchange.command(name, args, take)
+        try:
+            return await future
+        finally:
+            self._exchange.forget_command(number)
 
     def fail(self, error: Exception) -> None:
         """End all open requests."""

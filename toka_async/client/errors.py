@@ -20,6 +20,10 @@ class RequestError(Exception):
         self.code = code
 
 
+class CommandError(Exception):
+    """The engine refuses a command, or could not carry it out."""
+
+
 class ConnectionLostError(Exception):
     """There is no connection to the server, or the server lost the session of a begun stream."""
 

@@ -23,6 +23,8 @@ from toka_async.protocol import (
     Cancellation,
     Closed,
     Columns,
+    Command,
+    CommandReply,
     Error,
     Header,
     Hello,
@@ -71,6 +73,8 @@ class Exchange:
         self._cancelled: list[int] = []
         self._received = 0
         self._acknowledged = 0
+        self._commands: dict[int, Callable[[CommandReply | Exception], None]] = {}
+        self._num_commands = 0
 
     @property
     def num_open(self) -> int:
@@ -107,7 +111,29 @@ class Exchange:
         elif not pending.may_run:  # otherwise it is cancelled once it was submitted again
             del self._open[pending.id]
 
+    def command(self, name: str, args: bytes, take: Callable[[CommandReply | Exception], None]) -> int:
+        """Send a command; `take` gets its reply, or why there will be none. Returns its number.
+
+        It is sent once: after a break nobody knows whether the server has carried it out. Raises ConnectionLostError.
+        """
+        if self.welcome is None:
+            raise ConnectionLostError("there is no connection now")
+        number, self._num_commands = self._num_commands, self._num_commands + 1
+        self._commands[number] = take
+        self._send(Command(id=number, name=name, args=Raw(args)))
+        return number
+
+    def forget_command(self, number: int) -> None:
+        """Nobody waits for the reply any more."""
+        self._commands.pop(number, None)
+
+    def _fail_commands(self, error: Exception) -> None:
+        commands, self._commands = self._commands, {}
+        for take in commands.values():
+            take(error)
+
     def fail_all(self, error: Exception) -> None:
+        self._fail_commands(error)
         pendings = list(self._open.values())
         self._open.clear()
         self._waiting.clear()
@@ -123,6 +149,7 @@ class Exchange:
         self._send(Hello(versions=VERSIONS, session=self._session, received=self._received))
 
     def note_disconnected(self) -> None:
+        self._fail_commands(ConnectionLostError("the connection broke before the command was answered"))
         self.welcome = None
         self._is_introduced = False
 
@@ -198,6 +225,9 @@ class Exchange:
                 self._on_error(header, columns)
             case Welcome():
                 self._on_welcome(header)
+            case CommandReply():
+                if (take := self._commands.pop(header.id, None)) is not None:
+                    take(header)
             case Closed():
                 self._on_closed(header)
             case Pong():

@@ -74,6 +74,10 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         bool,
         Meta(description="open the routes by which RL trainers pause the engine and change the model's weights"),
     ] = False
+    control_timeout: Annotated[
+        float,
+        Meta(gt=0, le=LONGEST, description="seconds that a trainer's action may take, or an update wait for the next"),
+    ] = 300.0
     page: Annotated[bool, Meta(description="serve a page at / that shows what the server does")] = True
     vllm_metrics: Annotated[
         bool, Meta(description="repeat metrics at /metrics under vLLM's names, such as vllm:num_requests_running")
@@ -226,6 +230,13 @@ class ZmqConfig(Section, frozen=True, kw_only=True):
         str, Meta(description="file with the server's secret key, made by `toka-async keys`; empty: no encryption")
     ] = ""
     clients: Annotated[str, Meta(description="folder with the public keys of the clients that may connect")] = ""
+    admins: Annotated[
+        str,
+        Meta(
+            description="folder with the public keys of those of zmq.clients that may control the engine, with "
+            "server.admin; without zmq.key all clients may"
+        ),
+    ] = ""
     insecure: Annotated[bool, Meta(description="allow a zmq.bind that others can reach without keys")] = False
     max_connections: Annotated[
         Count | Auto, Meta(description="most ZeroMQ connections; auto: 2048, or a quarter of the open files allowed")
@@ -286,6 +297,9 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     memory_fraction: Annotated[
         float, Meta(gt=0, le=1, description="share of the GPU's memory for weights, activations and KV cache")
     ] = 0.9
+    can_sleep: Annotated[
+        bool, Meta(description="on a GPU: place the cache so that its memory can be given back while the engine sleeps")
+    ] = False
     prefix: Annotated[bool, Meta(description="reuse the cached pages of earlier prompts (prefix caching)")] = True
 
 
@@ -415,7 +429,7 @@ class GraphsConfig(Section, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=0, le=32768)] | Auto,
         Meta(
             description="tokens of the largest captured step with prompts; 0: none is captured; auto: up to 4096, as "
-            "many as one percent of the GPU's memory holds"
+            "many as two percent of the GPU's memory holds"
         ),
     ] = "auto"
 

@@ -31,7 +31,12 @@ class EngineLink:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._inbox: ZmqInbox[ToServer] = ZmqInbox(self._context, spec.topology.server, Codec(ToServer))
         self._outboxes = [self._connect(replica) for replica in range(len(spec.topology.schedulers))]
-        self.engine = Engine(self._outboxes, spec.config.limits.max_requests, page_size=spec.config.cache.page_size)
+        self.engine = Engine(
+            self._outboxes,
+            spec.config.limits.max_requests,
+            page_size=spec.config.cache.page_size,
+            control_timeout=spec.config.server.control_timeout,
+        )
         self.orders: asyncio.Queue[Order] = asyncio.Queue()
         self.is_ready = asyncio.Event()
 

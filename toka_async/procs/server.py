@@ -91,7 +91,7 @@ def open_direct(link: ParentLink, service: Service) -> DirectServer | None:
     if not link.spec.config.zmq.bind:
         return None
     try:
-        return DirectServer(link.spec.config.zmq, service)
+        return DirectServer(link.spec.config.zmq, service, takes_commands=link.spec.config.server.admin)
     except ConfigError as error:
         link.fatal(str(error), user=True)
 

@@ -319,7 +319,10 @@ class Core:
     def abort(self, request_ids: Iterable[int]) -> int:
         """End requests early with the tokens that they have; returns how many. Ignores unknown ids."""
         requests = [self._requests[each] for each in dict.fromkeys(request_ids) if each in self._requests]
-        send_aborted(requests, self._running, self._replies)
+        scored = [request for request in requests if request.scores is not None]
+        for request in scored:
+            self._replies.add_failure(request.request_id, "it was aborted before its prompt's log-probs were computed")
+        send_aborted([request for request in requests if request.scores is None], self._running, self._replies)
         for request in requests:
             self.cancel(request.request_id)
         return len(requests)

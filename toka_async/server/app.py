@@ -31,6 +31,7 @@ from toka_async.server.http.unsent import UNSENT, count_answers, create_unsent
 from toka_async.server.limits.accounts import Accounts
 from toka_async.server.page.page import open_page, page_paths, page_routes
 from toka_async.server.sglang import routes as sglang
+from toka_async.server.sglang.weights import NAP, OPEN_UPDATE, Nap, OpenUpdate
 from toka_async.server.vllm import routes as vllm
 from toka_async.server.vllm.info import FACTS
 from toka_async.text.chat import ChatTemplate
@@ -69,6 +70,7 @@ def create_app(
     open_paths = OPEN | page_paths(page) | ({"/metrics"} if config.auth.open_metrics else set())
     of_admins = vllm.ADMIN_ROUTES | sglang.ADMIN_ROUTES
     admin_paths = frozenset(path for _, path in of_admins)
+    app[OPEN_UPDATE], app[NAP] = OpenUpdate(), Nap()
     app[FACTS], app[CLOSED] = facts_of(config), frozenset() if config.server.admin else admin_paths
     origins = read_origins(config.auth, config.server.host)
     guard = app[GUARD] = Guard(keys, service.accounts, open_paths, origins, admin_paths)

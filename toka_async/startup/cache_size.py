@@ -24,7 +24,7 @@ LINKED = 4  # residuals of a token that a stage holds beside its own: two that c
 # Bytes beside what steps and graphs allocate: graphs' nodes, libraries' workspaces, waste in the allocator's blocks.
 _SPARE_SHARE = 0.02
 _SPARE_BYTES = 1 << 30
-_GRAPH_SHARE = 0.01  # of a GPU's memory, which steps with prompts may take in graphs, and decoding steps as well
+_GRAPH_SHARE = 0.02  # of a GPU's memory, which steps with prompts may take in graphs, and decoding steps as well
 _MOST_GRAPH_TOKENS = 4096
 _MOST_GRAPH_ROWS = 4096
 

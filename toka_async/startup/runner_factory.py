@@ -441,7 +441,8 @@ class RunnerFactory:
         show = show_nothing if choose is None else self.stages.show
         # One page more, for rows that only fill up a batch.
         shape = spec.num_layers, num_pages + 1, spec.num_kv_heads, page_size, spec.head_dim
-        cache = KVCache(*shape, self.dtype, self.device, show, self.cache_format)
+        can_sleep = self.config.cache.can_sleep and choose is not None
+        cache = KVCache(*shape, self.dtype, self.device, show, self.cache_format, can_sleep)
         backend = self.config.attention.backend
         if self.invariant:
             attention = build_invariant_attention(backend, cache, spec.num_heads, spec.windows, limits.max_seqs)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -82,7 +82,7 @@ def place_tensors(tensors: Sequence[tuple[str, Tensor]]) -> list[int]:
     return offsets
 
 
-def divide_buckets(tensors: Sequence[tuple[str, Tensor]], num_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+def divide_buckets(tensors: Iterable[tuple[str, Tensor]], num_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
     """Divides tensors into fillings of a bucket. Raises TransferError for a tensor that is larger than the bucket."""
     filling: list[tuple[str, Tensor]] = []
     end = 0

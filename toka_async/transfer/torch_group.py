@@ -5,6 +5,9 @@ Both ends meet at a TCP store, and call the same function of torch, so that they
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +20,8 @@ from torch.distributed.rendezvous import rendezvous
 from toka_async.control import GroupTransfer
 from toka_async.transfer.deadline import Deadline
 from toka_async.transfer.errors import TransferError
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class TorchGroup:
@@ -64,21 +69,35 @@ def join_torch_group(transfer: GroupTransfer, rank: int, device: torch.device, d
         address = f"tcp://{transfer.address}:{transfer.port}"
         store, _, _ = next(rendezvous(address, rank, transfer.world_size, timeout=timeout))
         store.set_timeout(timeout)
-        group, _ = helper(
-            transfer.world_size,
-            rank,
-            [],
-            dist.Backend(transfer.backend),
-            PrefixStore(name, store),
-            group_name=name,
-            timeout=timeout,
-        )
+        with _reachable(transfer.address):
+            group, _ = helper(
+                transfer.world_size,
+                rank,
+                [],
+                dist.Backend(transfer.backend),
+                PrefixStore(name, store),
+                group_name=name,
+                timeout=timeout,
+            )
     except (RuntimeError, ValueError) as error:
         raise TransferError(
             f"rank {rank} of {transfer.world_size} could not join {name!r} at {address}: {first_line(error)}"
         ) from None
     distributed_c10d._world.pg_group_ranks[group] = {each: each for each in range(transfer.world_size)}
     return TorchGroup(group, device if transfer.backend == "nccl" else torch.device("cpu"))
+
+
+@contextmanager
+def _reachable(address: str) -> Iterator[None]:
+    """Lets gloo choose the network interface, where the engine's own ranks talk over the loopback one alone."""
+    own = os.environ.get(INTERFACE)
+    if own == "lo" and address not in ("localhost", "::1") and not address.startswith("127."):
+        del os.environ[INTERFACE]
+    try:
+        yield
+    finally:
+        if own is not None:
+            os.environ[INTERFACE] = own
 
 
 def first_line(error: Exception) -> str:

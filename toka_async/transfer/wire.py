@@ -37,17 +37,22 @@ class BroadcastGroup(Protocol):
 
 
 def receive_tensors(
-    group: BroadcastGroup, infos: Sequence[TensorInfo], deadline: Deadline
+    group: BroadcastGroup, infos: Sequence[TensorInfo], deadline: Deadline, buffer_bytes: int = -1
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields each tensor as it comes; it is good until the next one is asked for. Raises TransferError."""
-    if not group.packed:
+    """Yields each tensor as it comes; it is good until the next one is asked for. Raises TransferError.
+
+    buffer_bytes: see Broadcast.
+    """
+    if buffer_bytes < 0:
+        buffer_bytes = group.buffer_bytes if group.packed else 0
+    if not buffer_bytes:
         for info in infos:
             tensor = torch.empty(info.shape, dtype=info.dtype, device=group.device)
             group.broadcast(tensor, deadline)
             yield info.name, tensor
         return
     buffer = torch.empty(0, dtype=torch.uint8, device=group.device)
-    for chunk in divide_chunks(infos, group.buffer_bytes):
+    for chunk in divide_chunks(infos, buffer_bytes):
         total = sum(info.num_bytes for info in chunk)
         if len(buffer) < total:
             del buffer

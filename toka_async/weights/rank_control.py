@@ -33,6 +33,7 @@ from toka_async.control import (
     VerifyUpdate,
     Wake,
 )
+from toka_async.memory.virtual import MemoryStaysError
 from toka_async.model.decoder import Decoder
 from toka_async.transfer.deadline import Deadline
 from toka_async.transfer.errors import TransferError
@@ -85,7 +86,7 @@ class RankControl:
         error, sums = "", tuple[PartSum, ...]()
         try:
             sums = self._run(control)
-        except (TransferError, UpdateError) as problem:
+        except (TransferError, UpdateError, MemoryStaysError) as problem:
             error = str(problem)
         except Exception as problem:
             logger.exception("an action failed")
@@ -179,11 +180,11 @@ class RankControl:
         self, source: Broadcast | ShmBucket | CudaBucket, infos: list[TensorInfo], deadline: Deadline
     ) -> Iterable[tuple[str, Tensor]]:
         match source:
-            case Broadcast(transfer=name):
+            case Broadcast(transfer=name, buffer_bytes=buffer_bytes):
                 group = self._groups.get(name)
                 if group is None:
                     raise TransferError(f"no transfer {name!r} is open")
-                return receive_tensors(group, infos, deadline)
+                return receive_tensors(group, infos, deadline, buffer_bytes)
             case ShmBucket(offsets=offsets):
                 return read_tensors(open_shm(source), infos, offsets)
             case CudaBucket(offsets=offsets):

@@ -65,10 +65,15 @@ def test_an_aborted_prompt_continues_where_it_stopped() -> None:
     assert [*part, *got(rest)[0]] == wanted(first)[0]
 
 
-def test_prompts_alone_can_be_aborted() -> None:
+def test_a_prompt_whose_scores_are_wanted_fails_until_they_are_computed() -> None:
     core = SmallCore(max_tokens=8)
-    received = core.submit(submit(0, PROMPT, n=2, max_tokens=0, sampling=TokenSampling(num_prompt_logprobs=0)))
+    scored = TokenSampling(num_prompt_logprobs=0)
+    early = core.submit(submit(0, PROMPT, n=2, max_tokens=0, sampling=scored))
     core.turn()
     core.control(Abort(everything=True))
-    assert [sample.reason for sample in received.samples] == [Reason.ABORT] * 2
+    assert early.failed == "it was aborted before its prompt's log-probs were computed"
+    late = core.submit(submit(1, PROMPT, max_tokens=9, sampling=scored))
+    core.turn_until(lambda: late.prefilled is not None)
+    core.control(Abort(everything=True))
+    assert late.samples[0].reason == Reason.ABORT
     core.drain()

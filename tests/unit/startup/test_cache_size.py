@@ -242,7 +242,7 @@ def test_graphs_of_prompts_take_little_of_the_memory(spec: ModelSpec) -> None:
     wide = msgspec.structs.replace(spec, hidden_size=8192, layers=layers_of(28672, spec.num_layers))
     tokens = count_graph_tokens(GraphsConfig(), wide, dtype, 24 * GIB, 32768)
     assert 512 < tokens < 4096
-    assert 0.009 < count_graph_bytes(wide, dtype, 0, tokens) / (24 * GIB) <= 0.01
+    assert 0.018 < count_graph_bytes(wide, dtype, 0, tokens) / (24 * GIB) <= 0.02
 
 
 @pytest.mark.parametrize(
@@ -264,9 +264,9 @@ def test_graphs_of_many_rows_take_little_of_the_memory(spec: ModelSpec) -> None:
     graphs, dtype = GraphsConfig(), torch.bfloat16
     assert count_graph_rows(graphs, spec, dtype, 141 * GIB, 8192) == 4096
     wide = msgspec.structs.replace(spec, hidden_size=4096, layers=layers_of(14336, spec.num_layers), vocab_size=128_256)
-    rows = count_graph_rows(graphs, wide, dtype, 80 * GIB, 8192)
+    rows = count_graph_rows(graphs, wide, dtype, 40 * GIB, 8192)
     assert 512 < rows < 4096
-    assert 0.009 < count_graph_bytes(wide, dtype, rows, 0) / (80 * GIB) <= 0.01
+    assert 0.018 < count_graph_bytes(wide, dtype, rows, 0) / (40 * GIB) <= 0.02
     assert count_graph_rows(graphs, wide, dtype, 8 * GIB, 8192) == 512
 
 

@@ -126,15 +126,16 @@ class EngineControl:
         await self._run_all(Resume(), self._timeout)
         self.paused = None
 
-    async def abort(self, names: Iterable[str] | None = None) -> int:
+    async def abort(self, names: Iterable[str] | None = None, others: Iterable[Named] = ()) -> int:
         """Ends requests with `Reason.ABORT` and the tokens that they have, also those that have not begun.
 
-        names: as `named` was told; None: all requests. Returns how many requests (one a prompt) ended so.
+        names: as `named` was told; None: all requests. others: requests without names. Returns how many requests (one
+        a prompt) ended so.
         """
         if names is None:
             return sum(done.count for done in await self._run_all(Abort(everything=True), self._timeout))
         ids: dict[int, set[int]] = {}
-        for sink, key in [entry for name in names for entry in self._names.get(name, ())]:
+        for sink, key in [*others, *(entry for name in names for entry in self._names.get(name, ()))]:
             for replica, request_id in self._requests.list_ids(sink, key):
                 ids.setdefault(replica, set()).add(request_id)
         actions = {replica: Abort(request_ids=i32_column(sorted(each))) for replica, each in ids.items()}
@@ -186,8 +187,6 @@ class EngineControl:
         async with self._turn():
             if self.is_updating:
                 raise ControlError("an update of the weights is open already")
-            if self.is_asleep:
-                raise ControlError("the engine sleeps: wake it first")
             if partial and (self.is_torn or self._replicas.outdated):
                 raise ControlError("weights are not of one version: update all of them, not some")
             self._members, self._is_partial, self._has_written = self._replicas.present, partial, False
@@ -330,7 +329,13 @@ class EngineControl:
                 if self.is_updating:
                     raise ControlError("an update of the weights is open")
                 self.is_asleep = True
-                await self._run_all(Sleep(), self._timeout)
+                try:
+                    await self._run_all(Sleep(), self._timeout)
+                except ControlError:
+                    for replica in self._replicas.present:  # some may sleep
+                        self._replicas.send(replica, Control(number=0, action=Wake()))
+                    self.is_asleep = False
+                    raise
 
     async def wake(self) -> None:
         """Takes the memory of the cache again. The engine stays paused. Raises ControlError."""

@@ -25,7 +25,7 @@ from toka_async.messages import (
     ToScheduler,
     ToServer,
 )
-from toka_async.server.engine.control import EngineControl
+from toka_async.server.engine.control import TIMEOUT, EngineControl
 from toka_async.server.engine.metrics import Metrics
 from toka_async.server.engine.replicas import Replicas
 from toka_async.server.engine.request_columns import RequestColumns
@@ -44,7 +44,8 @@ class Engine:
     Args:
         outboxes: to the schedulers, by replica. What they send goes to `on_messages`.
         max_requests: held at once; more raise OverloadedError.
-        clock: seconds, monotonic. page_size: tokens of a page of the replicas' caches.
+        clock: seconds, monotonic. page_size: tokens of a page of the replicas' caches. control_timeout: seconds, see
+            EngineControl.
 
     Attributes:
         replicas: what each of them can take.
@@ -64,6 +65,7 @@ class Engine:
         metrics: Metrics | None = None,
         clock: Callable[[], float] = monotonic,
         page_size: int = 16,
+        control_timeout: float = TIMEOUT,
     ) -> None:
         self.replicas = Replicas(outboxes, page_size)
         self.metrics = metrics or Metrics()
@@ -74,7 +76,7 @@ class Engine:
         self.memory: dict[str, tuple[int, int, int]] = {}
         self.max_requests = min(max_requests, MOST)
         self.requests = RequestTable(self.replicas, self.metrics, clock, self.max_requests, self._check_idle)
-        self.control = EngineControl(self.replicas, self.requests)
+        self.control = EngineControl(self.replicas, self.requests, control_timeout)
         self._clock = clock
         self._num_holders = 0
         self._draining = False

@@ -42,9 +42,9 @@ class Operation:
     """The description of one method of a path.
 
     name: unique. body: the JSON request. needs_body: false where it may be missing. form: the schema of a request that
-    is a form. answer: a 200's Struct, as JSON, or a media type. is_list: it may be a list of such Structs too. event: a
-    streamed 200's. query: parameters and their schemas. statuses: of errors, besides those that every operation can
-    have. empty: statuses of answers without a body.
+    is a form. answer: a 200's Struct, as JSON, or a media type. is_list: it may be a list of such Structs too. refusal:
+    a 400's Struct, besides the error that all have. event: a streamed 200's. query: parameters and their schemas.
+    statuses: of errors, besides those that every operation can have. empty: statuses of answers without a body.
     """
 
     name: str
@@ -54,6 +54,7 @@ class Operation:
     needs_body: bool = True
     form: Schema | None = None
     is_list: bool = False
+    refusal: type[msgspec.Struct] | None = None
     event: type[msgspec.Struct] | None = None
     query: Mapping[str, Schema] | None = None
     statuses: tuple[int, ...] = ()
@@ -84,7 +85,7 @@ def build_document(operations: Mapping[tuple[str, str], Operation], facts: Facts
             described["security"] = []
         paths.setdefault(strip_patterns(path), {})[method.lower()] = described
     bodies = [each.body for each in operations.values() if each.body is not None]
-    given = [kind for each in operations.values() for kind in (each.answer, each.event)]
+    given = [kind for each in operations.values() for kind in (each.answer, each.event, each.refusal)]
     answers = [kind for kind in (*given, ErrorResponse) if isinstance(kind, type)]
     schemas = request_schemas(bodies, facts.model, facts.limits) | response_schemas(answers)
     made: dict[str, Any] = {
@@ -138,7 +139,11 @@ def build_responses(operation: Operation, errors: Iterable[int]) -> dict[str, An
         content[EVENTS] = {"schema": event_schema(operation.event)}
     good = {"200": {"description": "OK", "content": content}}
     empty = {str(status): {"description": HTTPStatus(status).phrase} for status in operation.empty}
-    return good | empty | {str(status): {"$ref": f"#/components/responses/{status}"} for status in errors}
+    made = good | empty | {str(status): {"$ref": f"#/components/responses/{status}"} for status in errors}
+    if operation.refusal is not None:
+        either = {"anyOf": [refer_to(operation.refusal), refer_to(ErrorResponse)]}
+        made["400"] = {"description": HTTPStatus(400).phrase, "content": {JSON: {"schema": either}}}
+    return made
 
 
 def event_schema(kind: type[msgspec.Struct]) -> Schema:

@@ -35,9 +35,6 @@ class Query:
     def text(self, name: str) -> str | None:
         return self._values.get(name, [None])[0]
 
-    def texts(self, name: str) -> list[str]:
-        return [*self._values.get(name, ())]
-
     def number(self, name: str, default: int, most: int) -> int:
         text = self._values.get(name, [str(default)])[0]
         if not (text.isascii() and text.isdecimal() and len(text) <= 12 and 1 <= int(text) <= most):
@@ -51,11 +48,11 @@ class Query:
             raise bad_request(f"'{name}' must be a number of seconds, got {text!r}", param=name)
 
     def choice(self, name: str, options: Sequence[C], default: C) -> C:
-        text = self._values.get(name, [default])[0]
-        found = next((option for option in options if option == text), None)
-        if found is None:
-            raise bad_request(f"'{name}' must be {' or '.join(options)}, got {text!r}", param=name)
-        return found
+        return pick(name, self._values.get(name, [default])[0], options)
+
+    def choices(self, name: str, options: Sequence[C]) -> list[C]:
+        """All values of a parameter that may be repeated."""
+        return [pick(name, text, options) for text in self._values.get(name, ())]
 
     def flag(self, name: str, *, default: bool) -> bool:
         """A bool as clients write it: true or 1, in any case."""
@@ -65,6 +62,14 @@ class Query:
         if text.lower() not in ("true", "false", "1", "0"):
             raise bad_request(f"'{name}' must be true or false, got {text!r}", param=name)
         return text.lower() in ("true", "1")
+
+
+def pick(name: str, text: str, options: Sequence[C]) -> C:
+    """Returns the option that a text names. Raises ApiError (400)."""
+    found = next((option for option in options if option == text), None)
+    if found is None:
+        raise bad_request(f"'{name}' must be {' or '.join(options)}, got {text!r}", param=name)
+    return found
 
 
 def clean_name(name: str) -> str:

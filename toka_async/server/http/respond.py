@@ -23,8 +23,8 @@ GRACE = 5.0  # seconds for the end of a stream that has taken too long
 DONE = b"data: [DONE]\n\n"
 
 
-def json_response(body: msgspec.Struct) -> web.Response:
-    return web.Response(body=ENCODER.encode(body), content_type="application/json")
+def json_response(body: msgspec.Struct, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=ENCODER.encode(body), content_type="application/json")
 
 
 async def respond(request: web.Request, run: Run, answer: Answer) -> web.StreamResponse:

@@ -14,6 +14,7 @@ from toka_async.openai.requests import WireRequest
 from toka_async.server.http.query import Query
 from toka_async.server.http.receive import read_optional
 from toka_async.server.http.respond import SERVICE, json_response
+from toka_async.server.sglang.weights import OPEN_UPDATE
 
 MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "retract", "in_place": "keep"}
 FLUSH_QUERY = {"timeout": {"type": "number", "minimum": 0, "default": 0}}
@@ -51,8 +52,12 @@ async def pause_generation(request: web.Request) -> web.Response:
 
 
 async def continue_generation(request: web.Request) -> web.Response:
+    """Ends the pause; parts of an update that came in it are the whole update now."""
     await read_optional(request, SglangContinue)
-    await request.app[SERVICE].engine.control.resume()
+    control = request.app[SERVICE].engine.control
+    if control.is_updating:
+        await control.finish_update(request.app[OPEN_UPDATE].version)
+    await control.resume()
     return json_response(SglangDone(message="generation goes on"))
 
 

@@ -8,7 +8,7 @@ from toka_async.openai.responses import Health
 from toka_async.server.http import info as own
 from toka_async.server.http.document import Operation
 from toka_async.server.http.routes import OF_GENERATION, Routes
-from toka_async.server.sglang import control, info
+from toka_async.server.sglang import control, info, weights
 from toka_async.server.sglang.generate import generate
 from toka_async.server.sglang.requests import SglangRequest
 from toka_async.server.sglang.responses import SglangSample
@@ -87,6 +87,109 @@ ADMIN_ROUTES: Routes = {
             body=control.SglangAbort,
             needs_body=False,
             answer=control.SglangDone,
+            statuses=OF_CONTROL,
+        ),
+    ),
+    ("POST", "/init_weights_update_group"): (
+        weights.init_weights_update_group,
+        Operation(
+            name="initWeightsUpdateGroup",
+            summary="Join the trainer's group with all ranks",
+            body=weights.GroupRequest,
+            answer=weights.UpdateOutcome,
+            refusal=weights.UpdateOutcome,
+            statuses=OF_CONTROL,
+        ),
+    ),
+    ("POST", "/destroy_weights_update_group"): (
+        weights.destroy_weights_update_group,
+        Operation(
+            name="destroyWeightsUpdateGroup",
+            summary="Leave a group",
+            body=weights.LeaveRequest,
+            answer=weights.UpdateOutcome,
+            refusal=weights.UpdateOutcome,
+            statuses=OF_CONTROL,
+        ),
+    ),
+    ("POST", "/update_weights_from_distributed"): (
+        weights.update_weights_from_distributed,
+        Operation(
+            name="updateWeightsFromDistributed",
+            summary="Tensors that the trainer broadcasts in a group",
+            body=weights.DistributedRequest,
+            answer=weights.UpdateOutcome,
+            refusal=weights.UpdateOutcome,
+            statuses=OF_CONTROL,
+        ),
+    ),
+    ("POST", "/update_weights_from_disk"): (
+        weights.update_weights_from_disk,
+        Operation(
+            name="updateWeightsFromDisk",
+            summary="All tensors, from the files of a folder",
+            body=weights.DiskRequest,
+            answer=weights.UpdateOutcome,
+            refusal=weights.UpdateOutcome,
+            statuses=OF_CONTROL,
+        ),
+    ),
+    ("POST", "/begin_weight_update"): (
+        weights.begin_weight_update,
+        Operation(
+            name="beginWeightUpdate",
+            summary="Compute nothing until /end_weight_update",
+            body=weights.BeginRequest,
+            needs_body=False,
+            answer=weights.UpdateOutcome,
+            refusal=weights.UpdateOutcome,
+            statuses=OF_CONTROL,
+        ),
+    ),
+    ("POST", "/end_weight_update"): (
+        weights.end_weight_update,
+        Operation(
+            name="endWeightUpdate",
+            summary="Compute with the new weights, if all have come",
+            body=weights.EndRequest,
+            needs_body=False,
+            answer=weights.UpdateOutcome,
+            refusal=weights.UpdateOutcome,
+            statuses=OF_CONTROL,
+        ),
+    ),
+    ("POST", "/weights_checker"): (
+        weights.weights_checker,
+        Operation(
+            name="sumUpWeights",
+            summary="Sums of all tensors",
+            body=weights.SumsRequest,
+            needs_body=False,
+            answer=weights.Sums,
+            statuses=OF_CONTROL,
+        ),
+    ),
+    ("POST", "/release_memory_occupation"): (
+        weights.release_memory_occupation,
+        Operation(
+            name="releaseMemoryOccupation",
+            summary="Give the memory of the cache back",
+            body=weights.TagsRequest,
+            needs_body=False,
+            answer=weights.UpdateOutcome,
+            refusal=weights.UpdateOutcome,
+            statuses=OF_CONTROL,
+        ),
+    ),
+    ("POST", "/resume_memory_occupation"): (
+        weights.resume_memory_occupation,
+        Operation(
+            name="resumeMemoryOccupation",
+            summary="Take the memory of the cache again",
+            body=weights.TagsRequest,
+            needs_body=False,
+            answer=weights.UpdateOutcome,
+            refusal=weights.UpdateOutcome,
             statuses=OF_CONTROL,
         ),
     ),

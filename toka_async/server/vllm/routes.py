@@ -6,7 +6,7 @@ from toka_async.openai.responses import Health
 from toka_async.server.http import info as own
 from toka_async.server.http.document import Operation
 from toka_async.server.http.routes import OF_GENERATION, Routes
-from toka_async.server.vllm import control, info
+from toka_async.server.vllm import control, info, memory, weights
 from toka_async.server.vllm.requests import TokensRequest
 from toka_async.server.vllm.responses import GeneratedTokens, GeneratedTokensChunk
 from toka_async.server.vllm.tokens import generate_tokens
@@ -36,6 +36,10 @@ ROUTES: Routes = {
     ("GET", "/is_paused"): (
         info.is_paused,
         Operation(name="isPaused", summary="Whether a trainer has paused the engine", answer=info.PauseInfo),
+    ),
+    ("GET", "/is_sleeping"): (
+        memory.is_sleeping,
+        Operation(name="isSleeping", summary="Whether the cache has no memory", answer=memory.SleepInfo),
     ),
     ("GET", "/server_info"): (
         info.get_server_info,
@@ -99,6 +103,135 @@ ADMIN_ROUTES: Routes = {
             body=control.ResetRequest,
             needs_body=False,
             answer=control.Success,
+            statuses=OF_CONTROL,
+        ),
+    ),
+    ("POST", "/inference/v1/abort_requests"): (
+        control.abort_requests,
+        Operation(
+            name="abortRequestsToo",
+            summary="Another name of /abort_requests",
+            body=control.AbortRequest,
+            needs_body=False,
+            answer=control.Aborted,
+            statuses=OF_CONTROL,
+        ),
+    ),
+    ("POST", "/init_weight_transfer_engine"): (
+        weights.init_weight_transfer_engine,
+        Operation(
+            name="initWeightTransferEngine",
+            summary="Join the trainer's communicator with all ranks",
+            body=weights.OpenRequest,
+            answer=weights.Told,
+            statuses=OF_CONTROL,
+        ),
+    ),
+    ("POST", "/shutdown_weight_transfer_engine"): (
+        weights.shutdown_weight_transfer_engine,
+        Operation(
+            name="shutdownWeightTransferEngine",
+            summary="Leave the trainer's communicator",
+            body=control.NothingRequest,
+            needs_body=False,
+            answer=weights.Told,
+            statuses=OF_CONTROL,
+        ),
+    ),
+    ("POST", "/start_weight_update"): (
+        weights.start_weight_update,
+        Operation(
+            name="startWeightUpdate",
+            summary="Compute nothing until the update is finished",
+            body=weights.StartRequest,
+            needs_body=False,
+            answer=weights.Told,
+            statuses=OF_CONTROL,
+        ),
+    ),
+    ("POST", "/update_weights"): (
+        weights.update_weights,
+        Operation(
+            name="updateWeights",
+            summary="Tensors of the update, or all files of a folder",
+            body=weights.UpdateRequest,
+            answer=weights.Told,
+            statuses=OF_CONTROL,
+        ),
+    ),
+    ("POST", "/finish_weight_update"): (
+        weights.finish_weight_update,
+        Operation(
+            name="finishWeightUpdate",
+            summary="Compute with the new weights, if all have come",
+            body=weights.FinishRequest,
+            needs_body=False,
+            answer=weights.Told,
+            statuses=OF_CONTROL,
+        ),
+    ),
+    ("POST", "/update_weight_version"): (
+        weights.update_weight_version,
+        Operation(
+            name="updateWeightVersion",
+            summary="Name the weights that are there",
+            body=weights.VersionRequest,
+            answer=weights.VersionSet,
+            statuses=OF_CONTROL,
+        ),
+    ),
+    ("POST", "/weight_checker"): (
+        weights.weight_checker,
+        Operation(
+            name="checkWeights",
+            summary="Sums of all tensors, or a comparison with earlier ones",
+            body=weights.CheckRequest,
+            answer=weights.WeightsChecked,
+            statuses=OF_CONTROL,
+        ),
+    ),
+    ("POST", "/collective_rpc"): (
+        weights.collective_rpc,
+        Operation(
+            name="collectiveRpc",
+            summary="SkyRL's methods of an update",
+            body=weights.RpcRequest,
+            answer=weights.RpcResults,
+            statuses=OF_CONTROL,
+        ),
+    ),
+    ("POST", "/sleep"): (
+        memory.sleep,
+        Operation(
+            name="sleep",
+            summary="Pause, and give the memory of the cache back",
+            query=memory.SLEEP_QUERY,
+            body=control.NothingRequest,
+            needs_body=False,
+            answer=memory.Slept,
+            statuses=OF_CONTROL,
+        ),
+    ),
+    ("POST", "/wake_up"): (
+        memory.wake_up,
+        Operation(
+            name="wakeUp",
+            summary="Take the memory of the cache again, and go on",
+            query=memory.TAGS,
+            body=control.NothingRequest,
+            needs_body=False,
+            answer=memory.Woken,
+            statuses=OF_CONTROL,
+        ),
+    ),
+    ("POST", "/release_kv_cache_memory"): (
+        memory.release_kv_cache_memory,
+        Operation(
+            name="releaseCacheMemory",
+            summary="Give the memory of the cache back while paused",
+            body=control.NothingRequest,
+            needs_body=False,
+            answer=memory.Released,
             statuses=OF_CONTROL,
         ),
     ),

@@ -29,9 +29,16 @@ class AddMessage(Protocol):
 
 
 async def run_request(
-    service: Service, account: Account, plan: RequestFields, key: int, prompt: Int32, seed: int, add: AddMessage
+    service: Service,
+    account: Account,
+    plan: RequestFields,
+    key: int,
+    name: str,
+    prompt: Int32,
+    seed: int,
+    add: AddMessage,
 ) -> None:
-    """Runs it to its end; cancelled, it ends at once.
+    """Runs it to its end; cancelled, it ends at once. key: its client's id. name: by which it can be aborted.
 
     Raises:
         ApiError, NotServingError, OverloadedError, RequestFailedError, EngineStoppedError: it ends otherwise.
@@ -39,11 +46,12 @@ async def run_request(
     generation = replace(plan.generation, seed=seed)
     prepared = await service.prepare(generation, [prompt], "prompt", service.limits(generation.n))
     async with service.running(prepared, account) as run:
-        answer = DirectAnswer(service, plan, key, run, add)
-        if generation.stream:
-            await answer.stream()
-        else:
-            await answer.whole()
+        with service.engine.control.named({name: None}, run.group):
+            answer = DirectAnswer(service, plan, key, run, add)
+            if generation.stream:
+                await answer.stream()
+            else:
+                await answer.whole()
 
 
 class DirectAnswer:

@@ -20,6 +20,8 @@ from toka_async.protocol import (
     Cancellation,
     Closed,
     Columns,
+    Command,
+    CommandReply,
     Error,
     FromClient,
     Header,
@@ -34,6 +36,7 @@ from toka_async.protocol import (
 )
 from toka_async.server.generate.service import Service
 from toka_async.server.limits.account import Account
+from toka_async.server.zmq.commands import Commands
 from toka_async.server.zmq.delivery import WINDOW, CreditError, Delivery
 from toka_async.server.zmq.fields_cache import FieldsCache
 from toka_async.server.zmq.session import Session
@@ -54,9 +57,12 @@ class Endpoint:
 
     Args:
         router: the socket; attached here.
+        commands: carries out those of trainers; None: they are refused.
     """
 
-    def __init__(self, router: RouterSocket, service: Service, config: ZmqConfig) -> None:
+    def __init__(
+        self, router: RouterSocket, service: Service, config: ZmqConfig, commands: Commands | None = None
+    ) -> None:
         self._router = router
         self._service = service
         self._config = config
@@ -70,6 +76,7 @@ class Endpoint:
         self._kept_bytes = 0  # their sum
         self._most_kept = BUFFERS * config.buffer_mb << 20
         self._texts = TextBudget(TEXTS * service.config.max_body_mb << 20)
+        self._commands = commands
         self._stopping = False
         self._settled = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -151,6 +158,8 @@ class Endpoint:
                 session.cancel(header, columns)
             case Ping():
                 self._send(identity, Pong())
+            case Command():
+                self._command(identity, session, header)
             case Bye():
                 self._end(session, None)
 
@@ -201,6 +210,12 @@ class Endpoint:
     def _acknowledge(self, session: Session, seq: int) -> None:
         session.delivery.acknowledge(seq)
         self._wake(session)
+
+    def _command(self, identity: bytes, session: Session, command: Command) -> None:
+        if self._commands is None:
+            self._send(identity, CommandReply(id=command.id, error="the engine takes no commands here: server.admin"))
+            return
+        self._commands.start(command, session, self._router.sender, lambda reply: self._send(identity, reply))
 
     # ---- sessions ----------------------------------------------------------------------------------------------------
 

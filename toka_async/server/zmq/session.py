@@ -298,13 +298,18 @@ class Session:
             self._tasks[key] = asyncio.create_task(self._run(key, prompt.astype(np.int32), seed, plan))
 
     async def _run(self, key: int, prompt: Int32, seed: int, plan: RequestFields) -> None:
-        request_id.set(f"zmq-{self.number}-{key}")  # of this task alone
+        name = self.name_request(key)
+        request_id.set(name)  # of this task alone
         with self._answering(np.asarray([key])):
             try:
-                await run_request(self._service, self.account, plan, key, prompt, seed, self.add)
+                await run_request(self._service, self.account, plan, key, name, prompt, seed, self.add)
             finally:
                 if self._tasks.get(key) is asyncio.current_task():
                     del self._tasks[key]
+
+    def name_request(self, key: int) -> str:
+        """The name of a request in the log, and for `EngineControl.abort` where text is wanted of it."""
+        return f"zmq-{self.number}-{key}"
 
     # ---- to the client -----------------------------------------------------------------------------------------------
 

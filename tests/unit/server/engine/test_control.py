@@ -222,10 +222,15 @@ async def test_a_sleeping_engine_cannot_go_on() -> None:
     assert scheduler.paused == "retract"
     with pytest.raises(ControlError, match="wake it first"):
         await control.resume()
-    with pytest.raises(ControlError, match="wake it first"):
-        await control.begin_update()
+    await control.begin_update()  # weights stay while it sleeps
+    await control.finish_update()
     with pytest.raises(ControlError, match="levels are 0"):
         await control.sleep(2)
     await control.wake()
     await control.resume()
-    assert scheduler.acts == ["Pause", "Pause", "Sleep", "Wake", "Resume"]
+    acts = ["Pause", "Pause", "Sleep", "BeginUpdate", "VerifyUpdate", "CommitUpdate", "Wake", "Resume"]
+    assert scheduler.acts == acts
+    scheduler.control_error, scheduler.failing_act = "the memory stays", "Sleep"
+    with pytest.raises(ControlError, match="the memory stays"):
+        await control.sleep(1)
+    assert not control.is_asleep

@@ -27,9 +27,24 @@ from toka_async.server.http.document import strip_patterns
 from toka_async.server.http.routes import ROUTES, Routes
 from toka_async.server.page.page import STATE
 from toka_async.server.sglang import routes as sglang
+from toka_async.server.sglang.control import SglangAbort, SglangPause
 from toka_async.server.sglang.requests import SglangRequest, SglangSampling
+from toka_async.server.sglang.weights import DiskRequest, DistributedRequest, GroupRequest, TagsRequest
 from toka_async.server.vllm import routes as vllm
+from toka_async.server.vllm.control import AbortRequest
 from toka_async.server.vllm.requests import TokensRequest, VllmSampling
+from toka_async.server.vllm.weights import (
+    CheckRequest,
+    FinishRequest,
+    RpcRequest,
+    SharedGpu,
+    SharedGpus,
+    SharedMemory,
+    TransferInfo,
+    UpdateInfo,
+    UpdateRequest,
+    VersionRequest,
+)
 
 KEY = "sk-alice-0123456"
 KEYS = Keys((Key(digest_key(KEY), "alice"),))
@@ -218,7 +233,10 @@ def test_the_guide_names_every_route_and_field() -> None:
 
 
 def test_the_guide_for_trainers_names_every_route_and_field() -> None:
-    structs = (TokensRequest, VllmSampling, SglangRequest, SglangSampling)
+    structs: tuple[type[WireRequest], ...]
+    structs = (TokensRequest, VllmSampling, SglangRequest, SglangSampling, TransferInfo, UpdateInfo, UpdateRequest)
+    structs += (SharedMemory, SharedGpu, SharedGpus, FinishRequest, VersionRequest, CheckRequest, RpcRequest)
+    structs += (GroupRequest, DistributedRequest, DiskRequest, AbortRequest, SglangPause, SglangAbort, TagsRequest)
     routes = vllm.ROUTES | sglang.ROUTES | vllm.ADMIN_ROUTES | sglang.ADMIN_ROUTES
     check_guide("TRAINING.md", routes, *structs)
 

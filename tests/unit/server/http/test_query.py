@@ -21,7 +21,7 @@ def test_parameters() -> None:
     assert given.number("limit", 1, 9) == 5
     assert given.choice("mode", ("fast", "slow"), "fast") == "slow"
     assert given.flag("quick", default=False)
-    assert given.texts("tags") == ["a", "b"]
+    assert given.choices("tags", ("a", "b", "c")) == ["a", "b"]
 
 
 def test_without_parameters() -> None:
@@ -30,7 +30,7 @@ def test_without_parameters() -> None:
     assert given.number("limit", 7, 9) == 7
     assert given.choice("mode", ("fast", "slow"), "fast") == "fast"
     assert given.flag("quick", default=True)
-    assert given.texts("tags") == []
+    assert given.choices("tags", ("a",)) == []
 
 
 @pytest.mark.parametrize(

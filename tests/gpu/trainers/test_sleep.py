@@ -1,0 +1,55 @@
+"""An engine on a GPU that sleeps and wakes up, with graphs that were captured before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cases.models import heads, make_checkpoint
+from tests.drivers.weight_updates import Trainer, read_checkpoint
+from toka_async.control import Pause, Resume, Sleep, Wake
+from toka_async.memory.virtual import CudaDriver, VirtualMemory, view_memory
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+MIB = 1 << 20
+
+
+def test_memory_is_free_for_others_and_comes_back_at_its_addresses() -> None:
+    device = torch.device("cuda:0")
+    memory = VirtualMemory(3000 * MIB, CudaDriver(device))
+    view = view_memory(memory, device)
+    assert view.data_ptr() == memory.address
+    view.fill_(7)
+    torch.cuda.synchronize()
+    before = torch.cuda.mem_get_info(device)[0]
+    memory.release()
+    assert torch.cuda.mem_get_info(device)[0] - before >= 2900 * MIB
+    memory.restore()
+    view.fill_(9)
+    assert int(view[:: 64 * MIB].sum()) == 9 * len(view[:: 64 * MIB])
+    memory.release()
+
+
+def test_graphs_are_valid_after_sleep_and_updates(tmp_path: Path) -> None:
+    from tests.drivers.engine import Engine
+
+    shape = heads(4, 2, 256, head_dim=64, intermediate_size=512)
+    for seed, name in enumerate(("old", "new")):
+        (tmp_path / name).mkdir()
+        make_checkpoint(tmp_path / name, "qwen3", seed=seed, **shape)
+    options = {"device": "cuda", "dtype": "bfloat16", "can_sleep": True}
+    engine = Engine(tmp_path / "old", **options)  # type: ignore[arg-type]
+    started = Engine(tmp_path / "new", **options)  # type: ignore[arg-type]
+    trainer, prompts = Trainer(engine), [[1, 2, 3, 4] * 9, [5] * 30]
+    first = [each.samples[0].token_ids for each in engine.run(prompts)]
+    trainer.act(Pause(mode="abort"))
+    assert trainer.act(Sleep()).error == ""
+    assert trainer.act(Wake()).error == ""
+    trainer.act(Resume())
+    assert [each.samples[0].token_ids for each in engine.run(prompts)] == first
+    trainer.update([*read_checkpoint(tmp_path / "new").items()])
+    assert trainer.sums() == Trainer(started).sums()
+    tokens = [[each.samples[0].token_ids for each in one.run(prompts)] for one in (engine, started)]
+    assert tokens[0] == tokens[1]

@@ -1,0 +1,151 @@
+"""What a trainer does with a server: pauses it, gives it new weights, and lets it go on.
+
+Tensors go through memory that both share, a folder, or a group of the trainer; see transfer/. Loads torch only to send
+tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from toka_async.client.client import Client
+from toka_async.client.errors import CommandError, ConnectionLostError
+from toka_async.control import Directory, PauseMode, Source, Transfer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from toka_async.transfer.tensors import TensorInfo
+
+BUCKET_BYTES = 1 << 28
+
+
+class EngineState(msgspec.Struct, frozen=True, kw_only=True):
+    """is_torn: an update has failed and left weights of two versions. world_size: ranks of all replicas."""
+
+    is_paused: bool
+    is_updating: bool
+    is_asleep: bool
+    is_torn: bool
+    weight_version: str
+    world_size: int
+
+
+class Trainer:
+    """Commands over a client's connection. All raise CommandError or ConnectionLostError.
+
+    After ConnectionLostError nobody knows whether the command was carried out: ask for `state`.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def _ask(self, command: str, /, **args: object) -> Any:
+        return await self._client.command(command, args)
+
+    async def state(self) -> EngineState:
+        return msgspec.convert(await self._ask("state"), EngineState)
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """Wait until nothing is computed any more. abort: requests end, with the tokens that they have. wait: those
+        that have begun run to their ends. keep: they stay where they are. retract: they compute their keys and values
+        again after `resume`.
+        """
+        await self._ask("pause", mode=mode)
+
+    async def resume(self) -> None:
+        await self._ask("resume")
+
+    async def abort(self, ids: Sequence[int] | None = None, names: Sequence[str] | None = None) -> int:
+        """End requests with the tokens that they have: of this client by their ids, of HTTP by their names, or all.
+
+        Returns their number.
+        """
+        count: int = await self._ask("abort", ids=ids, names=names)
+        return count
+
+    async def reset_prefix_cache(self) -> None:
+        """New prompts find nothing of earlier ones."""
+        await self._ask("reset_prefix_cache")
+
+    async def checksum(self) -> dict[str, str]:
+        """Sums of all tensors, as `toka_async.transfer.checksum.sum_tensors` computes them."""
+        sums: dict[str, str] = await self._ask("checksum")
+        return sums
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Pause, and from level 1 on give the memory of the cache back."""
+        await self._ask("sleep", level=level, mode=mode)
+
+    async def wake(self) -> None:
+        """Take the memory again; the engine stays paused."""
+        await self._ask("wake")
+
+    # ---- weights -----------------------------------------------------------------------------------------------------
+
+    async def open_transfer(self, transfer: Transfer) -> None:
+        """Let all ranks join a group of which this trainer is rank 0; it joins at the same time."""
+        await self._ask("open_transfer", transfer=transfer)
+
+    async def close_transfer(self, name: str) -> None:
+        await self._ask("close_transfer", name=name)
+
+    async def begin_update(self, partial: bool = False) -> None:
+        """Stop computing until the update is finished. partial: it may have some tensors only."""
+        await self._ask("begin_update", partial=partial)
+
+    async def load(self, source: Source, infos: Iterable[TensorInfo] = ()) -> None:
+        """Load whole tensors from a source."""
+        infos = list(infos)
+        await self._ask(
+            "load",
+            source=source,
+            names=[info.name for info in infos],
+            dtypes=[str(info.dtype).removeprefix("torch.") for info in infos],
+            shapes=[info.shape for info in infos],
+        )
+
+    async def finish_update(self, version: str | None = None) -> None:
+        """Use the new weights, under a version's name if one is given."""
+        await self._ask("finish_update", version=version)
+
+    async def abandon_update(self) -> None:
+        await self._ask("abandon_update")
+
+    async def set_version(self, version: str) -> None:
+        await self._ask("set_version", version=version)
+
+    async def update(
+        self, tensors: Iterable[tuple[str, Tensor]], version: str | None = None, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        """Give a server on this machine all tensors of a checkpoint, through shared memory of so many bytes."""
+        from toka_async.transfer.shared import ShmWriter, divide_buckets
+
+        await self.begin_update()
+        writer = ShmWriter(f"toka-{os.getpid()}-{secrets.token_hex(8)}", bucket_bytes)
+        try:
+            for filling in divide_buckets(tensors, bucket_bytes):
+                infos, bucket = writer.fill(filling)
+                await self.load(bucket, infos)
+        except CommandError:  # the engine has given the update up
+            raise
+        except BaseException:
+            with suppress(CommandError, ConnectionLostError):
+                await self.abandon_update()
+            raise
+        finally:
+            writer.close()
+        await self.finish_update(version)
+
+    async def update_from(self, folder: Path | str, version: str | None = None) -> None:
+        """Give a server the tensors of a folder's safetensors files."""
+        await self.begin_update()
+        await self.load(Directory(path=str(folder)))
+        await self.finish_update(version)
