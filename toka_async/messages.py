@@ -318,6 +318,9 @@ class Stats(Tagged, frozen=True, kw_only=True):
     num_prompt_steps: int = 0  # steps that computed prompts, and their time
     prompt_step_seconds: float = 0.0
     step_costs: tuple[float, ...] = ()  # seconds that a step is expected to take, by STEP_COSTS
+    masked_rows: int = 0  # tokens that were drawn by a grammar, and what masks took, as MaskWork says
+    mask_seconds: float = 0.0
+    mask_stall_seconds: float = 0.0
     answers: int = 0  # number of the newest AskStats so far; 0: none
     forecast: Forecast | None = None  # only if an AskStats wants it and admission makes one
 

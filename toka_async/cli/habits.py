@@ -135,7 +135,7 @@ OPTIONS: Mapping[str, Habit] = {
     "--enable-auto-tool-choice": _refuse(NO_TOOLS),
     "--tool-call-parser": _refuse(NO_TOOLS),
     "--reasoning-parser": _refuse("reasoning is not separated from the answer"),
-    "--guided-decoding-backend": _refuse("structured output is not supported"),
+    "--guided-decoding-backend": _refuse("there is one backend, llguidance"),
     "--speculative-config": _refuse(NO_DRAFTS),
     "--speculative-model": _refuse(NO_DRAFTS),
     "--speculative-algorithm": _refuse(NO_DRAFTS),

@@ -66,5 +66,5 @@ def read_grammar(text: str) -> str:
 
     try:
         return str(any_to_lark(text))
-    except (ValueError, IndexError, KeyError, RecursionError) as error:
+    except Exception as error:  # the library's own class is a bare Exception
         raise GrammarError(f"neither Lark nor EBNF: {' '.join(str(error).split())}") from None
