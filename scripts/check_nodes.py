@@ -1,12 +1,18 @@
 """Checks a replica on several machines by network namespaces, each with processes and a network of its own.
 
-    sudo .venv/bin/python scripts/check_nodes.py
+    sudo PYTHONPATH=. .venv/bin/python scripts/check_nodes.py
+    sudo PYTHONPATH=. .venv/bin/python scripts/check_nodes.py --divisions    # most of an hour on two cores
+    sudo PYTHONPATH=. .venv/bin/python scripts/check_nodes.py --divisions 1,2,2 2,2,1
 
 Needs root, `ip` and `unshare`. Two hosts serve a model in two stages over a virtual link. Greedy tokens must equal
 those of one process. Then a host is switched off under load (its link goes down, and its processes are killed so that
 nobody hears of it): clients must hear of it within server.hang_timeout + 5 s, and the other host must have no rank
 left. Then the host is started again, and must serve. Then its link alone is cut: its own ranks must end as well.
 Before all that, an agent on an interface that the leader cannot reach must end a start with a line that names both.
+
+With --divisions, every division of a small model among up to 8 ranks with several stages is tried instead, on as few
+hosts (but one) as it can be divided among: tokens must be those of one process, or tie with them within 1e-3 in
+transformers' logits. The table has a row for each.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ import argparse
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,11 +31,25 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-HOSTS = ("10.77.0.1", "10.77.0.2")
-PORT, ADDRESS = 18400, f"tcp://{HOSTS[0]}:10212"
+from tests.processes.parallel import OPTIONS as DIVIDED
+from tests.processes.parallel import Reference, all_layouts, check_tokens, make_model
+from toka_async.checkpoint.division import tensor_sizes
+from toka_async.checkpoint.spec import read_spec
+from toka_async.nodes.links import SILENT
+from toka_async.topology import Layout
+
+NETWORK = "10.77.0"  # host k has address k + 1 in it
+PORT, ADDRESS = 18400, f"tcp://{NETWORK}.1:10212"
+TOKENS = 24  # of each sample
 PROMPTS = [f"Question: Wei has {i} apples. Ivan has 2 times as many. How many in all?\nAnswer:" for i in range(2, 10)]
 PATIENCE = 120.0  # seconds for a start on a busy machine
 OPTIONS = ("demo", f"server.port={PORT}", "model.device=cpu", "cache.num_tokens=16384", "log.stats_interval=0")
+ASK_ALL = f"""
+import json
+from tests.processes.parallel import ask_all
+from tests.processes.serving import Asking
+print(json.dumps(ask_all(Asking("http://127.0.0.1:{PORT}"), {TOKENS})))
+"""
 ASK = """
 import http.client, json, sys
 connection = http.client.HTTPConnection("127.0.0.1", {port}, timeout=300)
@@ -91,13 +112,15 @@ class Host:
 
     def ask(self, body: dict[str, Any]) -> Any:
         """POST to the server on this host, from inside it."""
-        program = [sys.executable, "-c", ASK.format(port=PORT)]
-        done = subprocess.run(
-            [*self._enter(), *program], input=json.dumps(body).encode(), capture_output=True, check=False
-        )
+        done = self.run(ASK.format(port=PORT), json.dumps(body))
         if done.returncode:
-            return {"error": {"message": done.stderr.decode().strip().splitlines()[-1]}}
+            return {"error": {"message": done.stderr.strip().splitlines()[-1]}}
         return json.loads(done.stdout)
+
+    def run(self, program: str, data: str = "") -> subprocess.CompletedProcess[str]:
+        """Run a Python program on this host."""
+        command = [*self._enter(), sys.executable, "-c", program]
+        return subprocess.run(command, input=data, capture_output=True, check=False, text=True)
 
     def list_ranks(self) -> list[str]:
         """Names of the ranks' processes that live on this host."""
@@ -120,6 +143,12 @@ class Host:
 
     def _enter(self) -> list[str]:
         return ["nsenter", "-t", str(self._first), "-n", "-p", "-m"]
+
+
+def _signal(entered: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal to what was started on a host: the process here only waits for it."""
+    (pid,) = Path(f"/proc/{entered.pid}/task/{entered.pid}/children").read_text().split()
+    os.kill(int(pid), number)
 
 
 def _run(*command: str) -> None:
@@ -212,9 +241,10 @@ def check_loss(cluster: Cluster, hang_timeout: float, lose: Callable[[], None], 
     time.sleep(3)
     since = time.monotonic()
     lose()
-    seconds, message = load.wait(since, hang_timeout)
+    most = (hang_timeout or SILENT) + 5
+    seconds, message = load.wait(since, most)
     _say(f"{what}: clients heard after {seconds:.1f} s: {message}")
-    if seconds > hang_timeout + 5:
+    if seconds > most:
         _fail(f"clients heard after {seconds:.1f} s")
     _say(f"no rank is left on the leader's host after {_wait_empty(cluster.leader):.1f} s more")
 
@@ -272,20 +302,88 @@ def check_all(hosts: Sequence[Host], folder: Path, hang_timeout: float) -> None:
     _say("the cable was put back: tokens equal those of one process")
 
 
+def check_divisions(hosts: Sequence[Host], folder: Path, model: Path, layouts: Sequence[Layout]) -> None:
+    """Compare the tokens of every division with one process's; prints a row for each."""
+    reference = Reference(model)
+    expected = _ask_divided(hosts, folder, model, Layout())
+    _say("dp pp tp hosts | seconds | samples that differ by a tie")
+    num_failed = 0
+    for layout in layouts:
+        began = time.monotonic()
+        try:
+            answers = _ask_divided(hosts, folder, model, layout)
+            result = f"{check_tokens(reference, expected, answers, TOKENS)} of {len(expected)}"
+        except (AssertionError, SystemExit) as error:
+            num_failed += 1
+            result = f"FAILED: {error}"
+        seconds = time.monotonic() - began
+        _say(f"{layout.dp:2} {layout.pp:2} {layout.tp:2} {layout.nodes:5} | {seconds:7.1f} | {result}")
+    if num_failed:
+        _fail(f"{num_failed} of {len(layouts)} divisions")
+
+
+def _ask_divided(hosts: Sequence[Host], folder: Path, model: Path, layout: Layout) -> list[list[int]]:
+    """Serve with as many hosts as the layout has, ask, and stop by SIGTERM, after which no process may be left."""
+    key = {"TOKA_CLUSTER_KEY": secrets.token_hex(32), "TMPDIR": str(folder)}
+    sizes = [f"parallel.{name}={getattr(layout, name)}" for name in ("dp", "pp", "tp")]
+    options = [f"model.path={model}", *sizes, f"server.port={PORT}", "model.device=cpu", *DIVIDED]
+    log = folder / f"{layout.dp}-{layout.pp}-{layout.tp}.log"
+    started = []
+    for index, host in enumerate(hosts[: layout.nodes]):
+        node = ["node", "--leader", ADDRESS, "--index", str(index), "--size", str(layout.nodes)]
+        command = [sys.executable, "-m", "toka_async.cli", *node, *([] if index else options)]
+        started.append(host.start(command, log, **key))
+    try:
+        _wait(lambda: "serving" in log.read_text(), f"no start: see {log}")
+        done = hosts[0].run(ASK_ALL)
+        assert done.returncode == 0, done.stderr.strip().splitlines()[-1]
+        answers: list[list[int]] = json.loads(done.stdout)
+        _signal(started[0], signal.SIGTERM)
+        assert all(process.wait(60) == 0 for process in started), f"they did not stop: see {log}"
+        assert not any(host.list_ranks() for host in hosts), "ranks are left"
+        return answers
+    finally:
+        for host in hosts[: layout.nodes]:
+            host.switch_off()
+            host.boot()
+
+
+def list_layouts(folder: Path) -> list[Layout]:
+    """List all divisions of the model that have several stages."""
+    spec = read_spec(folder)
+    return [spread(layout) for layout in all_layouts(spec.num_layers, tensor_sizes(spec)) if layout.pp > 1]
+
+
+def parse_layout(text: str) -> Layout:
+    return spread(Layout(*map(int, text.split(","))))
+
+
+def spread(layout: Layout) -> Layout:
+    """The layout on as few hosts as its stages can be divided among, one aside."""
+    nodes = next(number for number in range(2, layout.pp + 1) if layout.pp % number == 0)
+    return Layout(layout.dp, layout.pp, layout.tp, nodes)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--hang-timeout", type=float, default=10.0)
-    hang_timeout = parser.parse_args().hang_timeout
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hang-timeout", type=float, default=10.0, help="0: machines count as silent after 60 s")
+    parser.add_argument("--divisions", nargs="*", metavar="DP,PP,TP", help="compare tokens of these, or of all")
+    options = parser.parse_args()
     prefix = f"tk{os.getpid() % 10000}"
     bridge, hosts = f"{prefix}b", []
     _run("ip", "link", "add", bridge, "type", "bridge")
     folder = Path(tempfile.mkdtemp(prefix="nodes-", dir="/tmp"))
     _say(f"logs are in {folder}")
+    model = make_model(folder / "model")
+    layouts = [] if options.divisions is None else [*map(parse_layout, options.divisions)] or list_layouts(model)
     try:
         _run("ip", "link", "set", bridge, "up")
-        for number, address in enumerate(HOSTS):
-            hosts.append(Host(f"{prefix}h{number}", address, bridge))
-        check_all(hosts, folder, hang_timeout)
+        for number in range(max((layout.nodes for layout in layouts), default=2)):
+            hosts.append(Host(f"{prefix}h{number}", f"{NETWORK}.{number + 1}", bridge))
+        if layouts:
+            check_divisions(hosts, folder, model, layouts)
+        else:
+            check_all(hosts, folder, options.hang_timeout)
     finally:
         for host in hosts:
             host.remove()

@@ -21,14 +21,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.processes.parallel import OPTIONS, Reference, ask_all, check_tokens, kill_under_load, make_model
+from tests.processes.parallel import OPTIONS, Reference, all_layouts, ask_all, check_tokens, kill_under_load, make_model
 from tests.processes.serving import Serving, alive, serving, wait_until_gone
 from toka_async.bench.loads.served import list_children
 from toka_async.checkpoint.division import tensor_sizes
 from toka_async.checkpoint.spec import read_spec
 from toka_async.topology import Layout
 
-MOST = 8  # ranks
 TOKENS = 24
 KILL_TOKENS = 400
 
@@ -60,14 +59,6 @@ def main() -> int:
                 print(f"{layout.dp:2} {layout.pp:2} {layout.tp:2} | FAILED: {error}", flush=True)
         print(f"{len(layouts)} combinations, {failed} failed")
     return 1 if failed else 0
-
-
-def all_layouts(num_layers: int, tensor_sizes: list[int]) -> Iterator[Layout]:
-    for dp in range(1, MOST + 1):
-        for pp in range(1, min(MOST // dp, num_layers) + 1):
-            for tp in tensor_sizes:
-                if dp * pp * tp <= MOST:
-                    yield Layout(dp, pp, tp)
 
 
 def worst(reference: Reference, answers: list[list[int]]) -> float:

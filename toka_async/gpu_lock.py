@@ -61,7 +61,8 @@ def take_gpu(
 def choose_folder() -> Path:
     """Choose a folder in which all users of the machine may make files, the same one for all of them."""
     with suppress(OSError):
-        if stat.S_IMODE(SHARED.stat().st_mode) == FOR_ALL:
+        is_read_only = os.statvfs(SHARED).f_flag & os.ST_RDONLY  # as containers may have it
+        if stat.S_IMODE(SHARED.stat().st_mode) == FOR_ALL and not is_read_only:
             return SHARED
     return Path("/tmp")
 

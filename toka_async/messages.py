@@ -15,7 +15,7 @@ from enum import IntEnum
 import msgspec
 
 from toka_async.arrays import EMPTY
-from toka_async.control import Control, ControlDone
+from toka_async.control import DEFAULT_VERSION, Control, ControlDone
 
 
 class Reason(IntEnum):
@@ -27,6 +27,14 @@ class Reason(IntEnum):
     STOP_STRING = 3  # the server found a stop string in its text
     ABORT = 4  # it was aborted; what it has of tokens is valid
     ERROR = 5  # its grammar failed; what it has of tokens is valid
+
+
+class LogprobKind(IntEnum):
+    """The distribution that log-probs of generated tokens are of."""
+
+    RAW = 0  # the model's own, before all below
+    TEMPERATURE = 1  # after allowed tokens, bias, penalties and temperature; a greedy row's temperature counts as 1
+    PROCESSED = 2  # after min_p, top_k and top_p too: the one that is sampled from
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -41,8 +49,7 @@ class TokenSampling(Message, frozen=True, kw_only=True):
     """How the tokens of one request are chosen, the same for all of its samples.
 
     `temperature` 0 is greedy, and any other is large enough to divide by in float32; `top_k` 0, `top_p` 1 and `min_p` 0
-    are off. Filters act on the temperature-scaled distribution after penalties and bias. Log-probs are of the raw
-    distribution (before all of it).
+    are off. Filters act on the temperature-scaled distribution after penalties and bias.
     """
 
     temperature: float = 1.0
@@ -59,7 +66,14 @@ class TokenSampling(Message, frozen=True, kw_only=True):
     num_logprobs: int = -1  # -1 none, 0 the chosen token's, k also the k likeliest
     num_prompt_logprobs: int = -1  # the same for the prompt's tokens
     allowed_ids: memoryview = EMPTY  # int32 [a]: no other token id is sampled; empty: all are allowed
+    logprob_kind: LogprobKind = LogprobKind.RAW
+    prompt_temperature: float = 1.0  # by which log-probs of the prompt's tokens are scaled
     grammar: str = ""  # in llguidance's Lark, of the whole output; empty: none
+
+    @property
+    def wants_kept(self) -> bool:
+        """Whether each token comes with how many tokens the filters kept, and their mass."""
+        return self.num_logprobs >= 0 and self.logprob_kind is LogprobKind.PROCESSED
 
 
 # ---- server -> scheduler ---------------------------------------------------------------------------------------------
@@ -179,7 +193,11 @@ class Ready(Tagged, frozen=True, kw_only=True):
 
 
 class Tokens(Tagged, frozen=True, kw_only=True):
-    """New tokens of samples, one row a sample; all rows of one message want the same `num_logprobs`."""
+    """New tokens of samples, one row a sample; all rows of one message want the same log-probs.
+
+    The weights of version `versions[0]` generated the tokens of every row behind its spans. A span (row, end, number)
+    says that those of `versions[number]` generated the row's tokens up to `end`, from the end of its span before.
+    """
 
     request_ids: memoryview  # int32 [r]
     samples: memoryview  # int32 [r]
@@ -190,6 +208,10 @@ class Tokens(Tagged, frozen=True, kw_only=True):
     logprobs: memoryview = EMPTY  # float32 [t] when num_logprobs >= 0
     top_ids: memoryview = EMPTY  # int32 [t, num_logprobs]
     top_logprobs: memoryview = EMPTY  # float32 [t, num_logprobs]
+    kept: memoryview = EMPTY  # int32 [t] for `TokenSampling.wants_kept`: tokens that the filters kept
+    masses: memoryview = EMPTY  # float32 [t], likewise: the share of the distribution that these have
+    versions: tuple[str, ...] = (DEFAULT_VERSION,)
+    spans: memoryview = EMPTY  # int32 [k, 3], those of a row in order
 
 
 class Prefilled(Tagged, frozen=True, kw_only=True):
@@ -441,6 +463,10 @@ class StepDone(Tagged, frozen=True, kw_only=True):
     top_counts: memoryview = EMPTY  # int32 [t]: likeliest tokens of each
     top_ids: memoryview = EMPTY  # int32 [sum(top_counts)]
     top_logprobs: memoryview = EMPTY  # float32 [sum(top_counts)]
+    # int32 and float32 [s] when filters of any row are measured: tokens that they keep, and their share of the
+    # distribution; 0 and 1 in rows without.
+    kept: memoryview = EMPTY
+    masses: memoryview = EMPTY
     prompts: tuple[ChunkLogprobs, ...] = ()
     seconds: float = 0.0  # on the device
     waited: float = 0.0  # seconds that the device was idle before this step

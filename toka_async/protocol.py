@@ -17,7 +17,9 @@ import numpy.typing as npt
 from msgspec import UNSET, Meta, Raw, UnsetType
 from msgspec.structs import replace
 
-VERSIONS = (3,)  # in version 2, a welcome had no `max_seqs`
+from toka_async.control import DEFAULT_VERSION
+
+VERSIONS = (4,)  # in version 3, results had no versions of the weights, no kept tokens, and no reason 4
 
 Column = npt.NDArray[Any]
 Columns = dict[str, Column]
@@ -37,6 +39,11 @@ DTYPES: dict[str, str] = {
     "logprobs": "<f4",
     "top_ids": "<i4",
     "top_logprobs": "<f4",
+    "kept": "<i4",  # tokens that the filters kept
+    "masses": "<f4",  # the share of the distribution that these have
+    "span_counts": "<i4",  # of spans in a row
+    "span_ends": "<i4",  # tokens of the row up to the end of the span
+    "span_versions": "<i4",  # index of the span's version
     "ranks": "<i4",  # of a prompt's tokens among all, from 1
     "text_lengths": "<i4",  # bytes
     "stops": "<i4",  # index of the request's stop string that was found, or -1
@@ -154,12 +161,16 @@ class Results(ServerHeader, frozen=True, kw_only=True, tag="results"):
     """Tokens of samples, one row each.
 
     Columns: ids, samples, counts, reasons, cached [r], token_ids [t], t = sum(counts); if asked for: logprobs [t],
-    top_ids and top_logprobs [t, num_top], text_lengths [r] and texts, stops [r]. A request has ended when each of its
-    samples has had a row with a reason.
+    top_ids and top_logprobs [t, num_top], kept and masses [t], text_lengths [r] and texts, stops [r]. A request has
+    ended when each of its samples has had a row with a reason.
+
+    versions: of the weights. The first one generated all tokens, unless there are span_counts [r], and span_ends and
+    span_versions [sum(span_counts)], which say it of every token.
     """
 
     seq: Count
     num_top: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    versions: Annotated[tuple[str, ...], Meta(min_length=1)] = (DEFAULT_VERSION,)
 
 
 class PromptLogprobs(ServerHeader, frozen=True, kw_only=True, tag="prompt"):

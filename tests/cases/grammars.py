@@ -25,7 +25,7 @@ ORDER: dict[str, Any] = {
         "id": {"type": "integer", "minimum": 0, "maximum": 9999},
         "state": {"enum": ["new", "paid", "sent"]},
         "tags": {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 2},
-        "price": {"anyOf": [{"type": "null"}, {"type": "number", "minimum": 0, "maximum": 99}]},
+        "price": {"anyOf": [{"type": "null"}, {"type": "integer", "minimum": 0, "maximum": 99}]},
     },
     "required": ["id", "state", "tags", "price"],
     "additionalProperties": False,

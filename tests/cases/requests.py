@@ -61,7 +61,7 @@ def make_tokens(ids: Sequence[int]) -> TokenRows:
 
 def make_block(arrivals: Sequence[tuple[int, Sequence[int], Reason]], key: int = 0) -> TokenBlock:
     """New tokens of some samples of one request: sample, token ids, reason."""
-    rows = [[key, sample, len(ids), reason, 7, 0, reason != 0] for sample, ids, reason in arrivals]
+    rows = [[key, sample, len(ids), reason, 7, 0, reason != 0, 0] for sample, ids, reason in arrivals]
     tokens = make_tokens([token_id for _, ids, _ in arrivals for token_id in ids])
     return TokenBlock(np.asarray(rows, np.int64).T, tokens)
 

@@ -8,7 +8,7 @@ import msgspec
 
 from toka_async.config import Config
 
-SECTIONS = ("server", "limits", "auth", "batches")  # no two of these have a field in common
+SECTIONS = ("model", "server", "limits", "auth", "batches")  # no two of these have a field in common
 PREFIXES = ("zmq", "log")
 
 

@@ -44,6 +44,8 @@ class Sample:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_ids: list[list[int]] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)  # of the weights, for each token
     reason: Reason = Reason.NONE
     num_rows: int = 0
 
@@ -159,6 +161,7 @@ class CoreDriver:
         while (order := self.core.next_order()) is not None:
             message = self._codec.decode(self._codec.encode(order))
             assert isinstance(message, Control)
+            assert not self.queued, "an order comes between steps"
             self.core.complete_order(self.carry_out(message))
             self.collect()
 
@@ -231,11 +234,20 @@ class CoreDriver:
         tops = as_i32(message.top_ids).reshape(ids.size, -1) if message.num_logprobs > 0 and ids.size else None
         at = 0
         rows = zip(as_i32(message.request_ids), as_i32(message.samples), as_i32(message.reasons), counts, strict=True)
-        for request_id, index, reason, count in rows:
+        spans: dict[int, list[tuple[int, int]]] = {}
+        for row, end, number in as_i32(message.spans).reshape(-1, 3).tolist():
+            spans.setdefault(row, []).append((end, number))
+        for row, (request_id, index, reason, count) in enumerate(rows):
+            versions: list[str] = []
+            for end, number in [*spans.get(row, ()), (int(count), 0)]:
+                assert end <= count
+                versions += [message.versions[number]] * (end - len(versions))
             assert int(request_id) not in self.cancelled
             sample = self.received[int(request_id)].samples[int(index)]
             assert sample.reason == Reason.NONE, "a sample ends once"
             sample.token_ids += ids[at : at + count].tolist()
+            sample.versions += versions
+            sample.kept += as_i32(message.kept)[at : at + count].tolist()
             if message.num_logprobs >= 0:
                 sample.logprobs += logprobs[at : at + count].tolist()
             if tops is not None:

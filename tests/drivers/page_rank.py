@@ -41,17 +41,21 @@ def prompt_score(tokens: Int32, index: int) -> float:
 
 @dataclass(slots=True)
 class Row:
-    """A slot in use."""
+    """A slot in use. opened: the weights when its prompt came."""
 
     prompt: Prompt
     seed: int
     position: int
     last_token: int
+    opened: int
     pages: list[int] = field(default_factory=list)
 
 
 class PageRank:
-    """Runs steps over pages of token ids."""
+    """Runs steps over pages of token ids.
+
+    weights: number of those that it computes with. No row sees what older ones computed than those of its prompt.
+    """
 
     def __init__(self, ready: Ready) -> None:
         self.ready = ready
@@ -59,6 +63,9 @@ class PageRank:
         self.rows: dict[int, Row] = {}
         self.order: Int32 = np.empty(0, np.int32)
         self.prompts: dict[int, Prompt] = {}
+        self.weights = 0
+        self._weights_of = np.zeros_like(self.pages)  # with which each place was computed
+        self._opened: dict[int, int] = {}  # weights when a prompt came, by key
         self.num_computed = 0
         self.num_grouped = 0  # rows of all steps that were in a group
 
@@ -80,6 +87,8 @@ class PageRank:
             self._write(slot, tokens, length)
             context = self._read(row)
             assert (context >= 0).all(), "a row sees a page that was never written"
+            weights = self._weights_of[row.pages].reshape(-1)[: row.position]
+            assert (weights >= row.opened).all(), "a row sees a page of older weights"
             if samples:
                 row.last_token = next_token(context, row.seed, self.ready.vocab_size)
                 sampled.append(row.last_token)
@@ -108,16 +117,19 @@ class PageRank:
         for prompt in step.prompts:
             assert prompt.key not in self.prompts
             self.prompts[prompt.key] = prompt
+            self._opened[prompt.key] = self.weights
         columns = zip(as_i32(step.admit_slots), as_i32(step.admit_keys), as_i32(step.admit_starts), strict=True)
         for (slot, key, start), seed in zip(columns, as_i64(step.admit_seeds), strict=True):
             assert int(slot) not in self.rows
             assert 0 <= slot < self.ready.max_seqs
             prompt = self.prompts[int(key)]
             token = int(as_i32(prompt.token_ids)[start])
-            self.rows[int(slot)] = Row(prompt, int(seed), int(start), token, as_i32(prompt.pages).tolist())
+            pages, opened = as_i32(prompt.pages).tolist(), self._opened[int(key)]
+            self.rows[int(slot)] = Row(prompt, int(seed), int(start), token, opened, pages)
         sources, targets = as_i32(step.copy_sources), as_i32(step.copy_targets)
         assert np.unique(targets).size == targets.size
         self.pages[targets] = self.pages[sources]
+        self._weights_of[targets] = self._weights_of[sources]
         for slot, page in zip(as_i32(step.page_slots).tolist(), as_i32(step.page_ids).tolist(), strict=True):
             self.rows[slot].pages.append(page)
         self.order = next_rows(self.order, freed, as_i32(step.joined))
@@ -147,7 +159,8 @@ class PageRank:
         row = self.rows[slot]
         for token in tokens.tolist():
             page = row.pages[row.position // self.ready.page_size]
-            self.pages[page, row.position % self.ready.page_size] = token
+            place = row.position % self.ready.page_size
+            self.pages[page, place], self._weights_of[page, place] = token, self.weights
             row.position += 1
         assert length == tokens.size
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from toka_async.model.logprobs import distribution
+from toka_async.model.penalties import apply_masks
 from toka_async.model.rng import draw_uniforms
-from toka_async.model.sampling import PARAMS, Flag, Params, clean, find_likeliest, sample
+from toka_async.model.sampling import PARAMS, Flag, Params, clean, find_likeliest, measure_filters, sample
 
 if TYPE_CHECKING:  # needs Triton
     from toka_async.kernels.sampling.edit import EditTable, RowTokens
@@ -29,6 +30,8 @@ class PlainKernels:
         assert device.type == "cpu"
         self.vocab_size = vocab_size
         self.max_rows = max_rows
+        self._params = np.zeros(0, dtype=PARAMS)
+        self._penalised = torch.empty(0)
 
     def draw(self, logits: Tensor, slots: Tensor, contexts: Tensor, table: RowTable) -> tuple[Tensor, Tensor]:
         """See `SamplingKernels.draw`."""
@@ -36,19 +39,47 @@ class PlainKernels:
         assert num_rows <= self.max_rows
         assert logits.shape == (num_rows, self.vocab_size)
         assert contexts.dtype == torch.int32
-        params = np.zeros(num_rows, dtype=PARAMS)
-        for name in _NAMES:
-            params[name] = getattr(table, name)[slots].numpy()
+        params = self.params_of(slots, table)
         logits = clean(logits.clone())
         penalises = torch.from_numpy((params["flags"] & Flag.REPETITION) != 0)
-        penalised = torch.where(penalises[:, None] & self.seen(table)[slots], _penalised(logits, params), logits)
+        penalised = self.penalise(logits, slots, table, params)
         numbers = (contexts - table.num_prompt[slots]).long().numpy()
         token_ids = sample(penalised, params, draw_uniforms(table.seeds[slots].numpy(), numbers))
         for slot, token in zip(slots[penalises].tolist(), token_ids[penalises].tolist(), strict=True):
             table.seen[slot, token // 32] |= torch.tensor(1 << token % 32).to(torch.int32)
         asks = torch.from_numpy((params["flags"] & Flag.LOGPROBS) != 0)
-        logprobs = distribution(logits).gather(1, token_ids[:, None])[:, 0]
+        self._params, self._penalised = params, penalised
+        raw, scaled = (values.gather(1, token_ids[:, None])[:, 0] for values in (distribution(logits), self.scaled()))
+        logprobs = torch.where(torch.from_numpy((params["flags"] & Flag.SCALED) != 0), scaled, raw)
         return token_ids, torch.where(asks, logprobs, 0.0)
+
+    def scaled(self) -> Tensor:
+        """Log-probs of the newest draw's distributions before filters, [s, vocab]."""
+        return scaled_distribution(self._penalised, self._params)
+
+    def draw_measured(
+        self, logits: Tensor, slots: Tensor, contexts: Tensor, table: RowTable
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """See `SamplingKernels.draw_measured`."""
+        token_ids, logprobs = self.draw(logits, slots, contexts, table)
+        kept, masses = torch.zeros(len(slots), dtype=torch.int32), torch.ones(len(slots))
+        rows = np.flatnonzero(self._params["flags"] & Flag.KEPT)
+        if rows.size:
+            count, mass = measure_filters(self._penalised[torch.from_numpy(rows)], self._params[rows])
+            kept[rows], masses[rows] = count.to(torch.int32), mass.float()
+        return token_ids, logprobs, kept, masses
+
+    def params_of(self, slots: Tensor, table: RowTable) -> Params:
+        """What the table says of slots, PARAMS [s]."""
+        params = np.zeros(len(slots), dtype=PARAMS)
+        for name in _NAMES:
+            params[name] = getattr(table, name)[slots].numpy()
+        return params
+
+    def penalise(self, logits: Tensor, slots: Tensor, table: RowTable, params: Params) -> Tensor:
+        """Logits [s, vocab] after the repetition penalty."""
+        penalises = torch.from_numpy((params["flags"] & Flag.REPETITION) != 0)
+        return torch.where(penalises[:, None] & self.seen(table)[slots], _penalised(logits, params), logits)
 
     def seen(self, table: RowTable) -> Tensor:
         """The bits of the table: bool [slots, vocab]."""
@@ -56,7 +87,7 @@ class PlainKernels:
         return torch.from_numpy(bits[:, : self.vocab_size].astype(np.bool_))
 
 
-_RAW = 256
+_RAW, _TOP = 256, 2048
 _NUM_TOP = 20
 
 
@@ -65,10 +96,18 @@ class PlainEditKernels:
 
     def __init__(self, kernels: PlainKernels, num_cells: int, device: torch.device) -> None:  # noqa: ARG002
         assert device.type == "cpu"
+        self._kernels = kernels
         self._raw = torch.empty(0)
 
     def edit(
-        self, logits: Tensor, slots: Tensor, contexts: Tensor, table: RowTable, edits: EditTable, tokens: RowTokens
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        contexts: Tensor,
+        table: RowTable,
+        edits: EditTable,
+        tokens: RowTokens,
+        masks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `EditKernels.edit`."""
         self._raw = distribution(clean(logits.clone()))
@@ -82,7 +121,15 @@ class PlainEditKernels:
                 self._subtract(x, of_row.long(), slot, table, edits)
             if flags & Flag.MIN_TOKENS and context - num_prompt < int(edits.min_tokens[slot]):
                 x[ids[num_bias : num_bias + int(edits.num_ends[slot])]] = -torch.inf
-        values, likeliest = find_likeliest(self._raw, min(_NUM_TOP, logits.shape[1]))
+        if masks is not None:
+            rows = torch.nonzero(table.flags[slots] & int(Flag.MASKED))[:, 0]
+            apply_masks(logits, rows, masks[slots[rows]])
+        params = self._kernels.params_of(slots, table)
+        after = scaled_distribution(self._kernels.penalise(clean(logits.clone()), slots, table, params), params)
+        is_top = torch.from_numpy((params["flags"] & _TOP) != 0)
+        values, likeliest = find_likeliest(
+            torch.where(is_top[:, None], after, self._raw), min(_NUM_TOP, logits.shape[1])
+        )
         return likeliest.to(torch.int32), values
 
     def restore(
@@ -108,6 +155,12 @@ class PlainEditKernels:
             for token in ids.tolist():
                 table.seen[slot, token // 32] &= ~torch.tensor(1 << token % 32).to(torch.int32)
         x[ids] = values - edits.presence[slot] - counts * edits.frequency[slot]
+
+
+def scaled_distribution(logits: Tensor, params: Params) -> Tensor:
+    """Log-probs [s, vocab] of logits after penalties, at the rows' temperatures."""
+    temperature = np.where(params["flags"] & Flag.RANDOM, params["temperature"], np.float32(1))
+    return distribution(logits, torch.from_numpy(temperature))
 
 
 def _penalised(logits: Tensor, params: Params) -> Tensor:

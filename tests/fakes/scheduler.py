@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
-from toka_async.arrays import as_bool, as_i32, f32_column, i32_column
+from toka_async.arrays import Int32, as_bool, as_i32, f32_column, i32_column
 from toka_async.control import (
     AbandonUpdate,
     Abort,
@@ -66,6 +67,7 @@ class FakeSample:
     sent: int = 0
     reason: Reason = Reason.NONE
     ends_at: int | None = None
+    versions: list[str] = field(default_factory=list)  # of each token
 
 
 @dataclass
@@ -83,6 +85,7 @@ class FakeScheduler:
         held: with it, steps happen only by calls of `step`.
 
     Attributes:
+        version: of the weights that generate tokens.
         log: messages, as they came. submits, cancelled: the requests of those messages, one by one.
 
     Questions for its counts are answered at once, held or not, unless it is `silent`.
@@ -100,6 +103,7 @@ class FakeScheduler:
         self.silent = False
         self.paused: PauseMode | None = None
         self.control_error = ""
+        self.version = "default"
         self.failing_act = ""  # the only one that fails; empty: all do
         self.num_written = 0
         self.weights = 5
@@ -251,6 +255,7 @@ class FakeScheduler:
                 continue
             if sample.done < len(sample.planned):
                 sample.done += 1
+                sample.versions.append(self.version)
                 self.generated += 1
                 self.gaps += sample.done > 1
             last = sample.planned[sample.done - 1] if sample.done else -1
@@ -282,8 +287,13 @@ class FakeScheduler:
     def _send_row(self, request_id: int, request: FakeRequest, index: int) -> None:
         sample, width = request.samples[index], request.submit.sampling.num_logprobs
         ids = np.array(sample.planned[sample.sent : sample.done], dtype=np.int32)
+        versions = sample.versions[sample.sent : sample.done] or [self.version]
+        names = list(dict.fromkeys(reversed(versions)))
+        pairs = enumerate(pairwise(versions), start=1)
+        spans = [(0, end, names.index(version)) for end, (version, following) in pairs if version != following]
         sample.sent = sample.done
         top = top_of(ids, max(width, 0))
+        kept = kept_of(ids) if request.submit.sampling.wants_kept else ids[:0]
         self._replies.send(
             Tokens(
                 request_ids=i32_column([request_id]),
@@ -295,8 +305,17 @@ class FakeScheduler:
                 logprobs=f32_column(select_logprobs(ids)) if width >= 0 else memoryview(b""),
                 top_ids=i32_column(top.ravel()),
                 top_logprobs=f32_column(select_logprobs(top.ravel())),
+                kept=i32_column(kept),
+                masses=f32_column(1 / kept),
+                versions=tuple(names),
+                spans=i32_column([number for span in spans for number in span]),
             )
         )
+
+
+def kept_of(ids: Int32) -> Int32:
+    """How many tokens filters keep where these are drawn, which follows from the id."""
+    return ids % 7 + 1
 
 
 def select_logprobs(

@@ -157,7 +157,7 @@ def test_edits_of_a_large_vocabulary(num: int, length: int, dtype: torch.dtype) 
             assert torch.equal(got[1::7], eager[1::7])
     token_ids, logprobs, top_ids, top_values = results[0]
     raw = distribution(logits)
-    of_reference = select_logprobs(raw, token_ids, NUM_TOP)
+    of_reference = select_logprobs(raw, token_ids, np.full(len(token_ids), NUM_TOP, np.int32))
     torch.testing.assert_close(logprobs, of_reference.chosen, atol=1e-4, rtol=1e-5)
     for row in range(num):
         if row % 7:

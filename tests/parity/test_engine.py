@@ -20,10 +20,11 @@ from transformers import AutoModelForCausalLM
 from tests.cases.models import LLAMA3_ROPE, heads, make_checkpoint
 from tests.drivers.core import Received
 from tests.drivers.engine import Engine
+from tests.drivers.page_rank import submit
 from toka_async.arrays import as_f32
 from toka_async.attention.blocks import TileLimits, TilePlan
 from toka_async.attention.reference import ReferenceAttention
-from toka_async.messages import TokenSampling
+from toka_async.messages import LogprobKind, TokenSampling
 
 NUM_TOKENS = 40  # of each answer
 TIE = 1e-3  # the reference's own two best logits, where a different token is no error
@@ -146,6 +147,47 @@ def test_logprobs_of_prompt_and_output(reference: Reference) -> None:
         np.testing.assert_allclose(ours, chosen, atol=1e-4)
         best = exact.amax(-1).numpy()[: len(prompt) - 1]
         np.testing.assert_allclose(as_f32(result.prefilled.top_logprobs), best, atol=1e-4)
+
+
+def test_log_probs_are_of_the_distribution_that_is_sampled_from(reference: Reference) -> None:
+    """By definition: the tokens that the filters keep share all of the probability."""
+    engine = Engine(reference.folder, page_size=16, max_tokens=23)
+    prompts = prompts_of_mixed_lengths()[:3]
+    of_kind = {
+        kind: TokenSampling(
+            temperature=0.7, top_k=5, num_logprobs=0, num_prompt_logprobs=0, logprob_kind=kind, prompt_temperature=0.7
+        )
+        for kind in (LogprobKind.TEMPERATURE, LogprobKind.PROCESSED)
+    }
+    for kind, sampling in of_kind.items():
+        for prompt, result in zip(prompts, engine.run(prompts, sampling=sampling, max_tokens=6), strict=True):
+            sample = result.samples[0]
+            tokens = prompt + sample.token_ids
+            scaled = reference.logits(tokens)[:-1] / 0.7
+            assert result.prefilled is not None
+            of_prompt = scaled.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[: len(prompt) - 1, 0]
+            np.testing.assert_allclose(as_f32(result.prefilled.logprobs), of_prompt.numpy(), atol=1e-4)
+            scaled = scaled[len(prompt) - 1 :]
+            if kind is LogprobKind.PROCESSED:
+                scaled = scaled.masked_fill(scaled < scaled.topk(5).values[:, -1:], -torch.inf)
+                assert sample.kept == [5] * 6
+            exact = scaled.log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+            np.testing.assert_allclose(sample.logprobs, exact.numpy(), atol=1e-4)
+
+
+def test_samples_of_a_seed_of_63_bits_are_distinct_and_the_same_on_any_replica(reference: Reference) -> None:
+    """However they are placed: what else runs, and in which slots, differs between the two engines."""
+    prompt, seed = prompts_of_mixed_lengths()[3], 2**63 - 3
+    sampling = TokenSampling(temperature=5.0)
+    answers = []
+    for max_seqs in (9, 3):
+        engine = Engine(reference.folder, page_size=8, max_seqs=max_seqs)
+        engine.driver.submit(submit(5, [1, 2, 3], max_tokens=7, sampling=sampling, seed=seed))
+        asked = engine.driver.submit(submit(7, prompt, n=8, max_tokens=12, sampling=sampling, seed=seed))
+        engine.driver.drain()
+        answers.append([sample.token_ids for sample in asked.samples])
+        assert len(set(map(tuple, answers[-1]))) == 8
+    assert answers[0] == answers[1]
 
 
 def test_groups_with_a_shared_prefix_change_nothing(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,9 +170,11 @@ def build_sampling(dtype: str, vocab: int) -> str:
     rows = RowTable(floats, floats, floats, floats, integers, integers, integers, integers.long(), seen)
     wanted = EditTable(floats, floats, integers, integers, integers, integers, ids, ids.float())
     tokens = RowTokens(torch.zeros(2, 4, dtype=torch.int32), torch.zeros(4, 16, dtype=torch.int32))
-    edits = EditKernels(SamplingKernels(vocab, 2, CPU), 64, CPU)
+    drawing = SamplingKernels(vocab, 2, CPU)
+    edits = EditKernels(drawing, 64, CPU)
     step = torch.zeros(2, vocab, dtype=kind), integers.long(), integers, rows, wanted, tokens
     edits.edit(*step)
+    drawing.draw_measured(*step[:4])
     edits.restore(*step, (integers.long(), floats))
     return "all"
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.drivers.until import wait_until
-from tests.processes.serving import SMALL, Serving, alive, wait_until_gone
+from tests.processes.serving import SMALL, Asking, Serving, alive, wait_until_gone
 from toka_async.bench.loads.served import list_children
 
 WAITING = re.compile(r"waiting for nodes at (tcp://\S+)")
@@ -101,7 +101,7 @@ class ClusterServing(Serving):
         assert self.process.stdout is not None
         self.line = self.process.stdout.readline().decode()
         assert self.line, f"it did not start: {self.said()}"
-        self.url = self.line.split()[-1]
+        Asking.__init__(self, self.line.split()[-1])
         self.children = {}
         for pid in _list_tree(self.process.pid)[1:]:
             self.children |= list_children(pid)

@@ -9,7 +9,7 @@ import http.client
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.cases.models import make_checkpoint
-from tests.processes.serving import Serving
+from tests.processes.serving import Asking, Serving
+from toka_async.topology import Layout
 
 TIE = 1e-3  # between the reference's own logits, where either token is right
 OPTIONS = (
@@ -47,6 +48,7 @@ REQUESTS: list[tuple[list[int], int]] = [
     ([(13 * i + 5) % 241 for i in range(330)], 2),
     ([*SHARED, *range(200)], 1),
 ]
+MOST_RANKS = 8
 ERRORS = (OSError, http.client.HTTPException)  # of a server that is gone
 
 
@@ -56,7 +58,7 @@ def make_model(folder: Path, family: str = "qwen3", **fields: Any) -> Path:
     return make_checkpoint(folder, family, seed=5, max_position_embeddings=2048, **shape | fields)
 
 
-def ask(server: Serving, prompt: list[int], num_samples: int, max_tokens: int) -> tuple[int, Any]:
+def ask(server: Asking, prompt: list[int], num_samples: int, max_tokens: int) -> tuple[int, Any]:
     return server.post(
         "/v1/completions",
         model="m",
@@ -69,13 +71,22 @@ def ask(server: Serving, prompt: list[int], num_samples: int, max_tokens: int) -
     )
 
 
-def ask_all(server: Serving, max_tokens: int) -> list[list[int]]:
+def ask_all(server: Asking, max_tokens: int) -> list[list[int]]:
     """The tokens of every sample of every request, all asked at once."""
     with ThreadPoolExecutor(len(REQUESTS)) as pool:
         asked = [pool.submit(ask, server, *request, max_tokens) for request in REQUESTS]
         answers = [answer.result() for answer in asked]
     assert all(status == 200 for status, _ in answers), [answer for status, answer in answers if status != 200]
     return [choice["token_ids"] for _, answer in answers for choice in answer["choices"]]
+
+
+def all_layouts(num_layers: int, tensor_sizes: Sequence[int]) -> Iterator[Layout]:
+    """Every division of a model among MOST_RANKS processes at most."""
+    for dp in range(1, MOST_RANKS + 1):
+        for pp in range(1, min(MOST_RANKS // dp, num_layers) + 1):
+            for tp in tensor_sizes:
+                if dp * pp * tp <= MOST_RANKS:
+                    yield Layout(dp, pp, tp)
 
 
 class Reference:

@@ -25,7 +25,44 @@ SMALL = ("server.port=0", "cache.num_tokens=32768")
 STOP_TIMEOUT = 60.0
 
 
-class Serving:
+class Asking:
+    """A small client of the server at `url`."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def get(self, path: str) -> tuple[int, str]:
+        """(status, body)."""
+        with self._request("GET", path, None) as response:
+            return response.status, response.read().decode()
+
+    def post(self, path: str, **body: object) -> tuple[int, Any]:
+        """(status, decoded body)."""
+        with self._request("POST", path, body) as response:
+            return response.status, json.loads(response.read())
+
+    def stream(self, path: str, **body: object) -> Generator[dict[str, Any]]:
+        """The decoded events of a streamed answer; closing the iterator disconnects."""
+        with self._request("POST", path, {**body, "stream": True}) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line.removeprefix(b"data: "))
+
+    def metric(self, name: str) -> float:
+        """A metric, such as `num_requests_running`."""
+        _, text = self.get("/metrics")
+        return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"toka:{name} "))
+
+    @contextmanager
+    def _request(self, method: str, path: str, body: object) -> Iterator[http.client.HTTPResponse]:
+        parts = urlsplit(self.url)
+        with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)) as connection:
+            connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
+            with connection.getresponse() as response:
+                yield response
+
+
+class Serving(Asking):
     """A running server. Its standard error goes to a file in `folder`; its socket folder is made in there too."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:
@@ -41,7 +78,7 @@ class Serving:
         assert self.process.stdout is not None
         self.line = self.process.stdout.readline().decode()
         assert self.line, f"it did not start: {self.said()}"
-        self.url = self.line.split()[-1]
+        super().__init__(self.line.split()[-1])
         self.children = list_children(self.process.pid)
 
     @property
@@ -76,36 +113,6 @@ class Serving:
                 os.kill(pid, signal.SIGKILL)
         assert self.process.stdout is not None
         self.process.stdout.close()
-
-    def get(self, path: str) -> tuple[int, str]:
-        """(status, body)."""
-        with self._request("GET", path, None) as response:
-            return response.status, response.read().decode()
-
-    def post(self, path: str, **body: object) -> tuple[int, Any]:
-        """(status, decoded body)."""
-        with self._request("POST", path, body) as response:
-            return response.status, json.loads(response.read())
-
-    def stream(self, path: str, **body: object) -> Generator[dict[str, Any]]:
-        """The decoded events of a streamed answer; closing the iterator disconnects."""
-        with self._request("POST", path, {**body, "stream": True}) as response:
-            for line in response:
-                if line.startswith(b"data: {"):
-                    yield json.loads(line.removeprefix(b"data: "))
-
-    def metric(self, name: str) -> float:
-        """A metric, such as `num_requests_running`."""
-        _, text = self.get("/metrics")
-        return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"toka:{name} "))
-
-    @contextmanager
-    def _request(self, method: str, path: str, body: object) -> Iterator[http.client.HTTPResponse]:
-        parts = urlsplit(self.url)
-        with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)) as connection:
-            connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
-            with connection.getresponse() as response:
-                yield response
 
 
 @contextmanager

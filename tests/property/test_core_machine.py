@@ -12,7 +12,25 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.drivers.core import CoreDriver, CoreOptions, Received
 from tests.drivers.page_rank import PageRank, expected, prompt_score, submit
 from toka_async.arrays import as_f32, as_i32, i32_column
-from toka_async.control import Abort, Pause, PauseMode, ResetPrefixCache, Resume
+from toka_async.control import (
+    AbandonUpdate,
+    Abort,
+    AnyAction,
+    BeginUpdate,
+    Checksum,
+    CommitUpdate,
+    Control,
+    ControlDone,
+    Directory,
+    LoadTensors,
+    Pause,
+    PauseMode,
+    ResetPrefixCache,
+    Resume,
+    Sleep,
+    VerifyUpdate,
+    Wake,
+)
 from toka_async.messages import Ready, Reason, Step, StepDone, TokenSampling
 from toka_async.scheduler.step_budget import StepLimits
 
@@ -65,6 +83,10 @@ class CoreMachine(RuleBasedStateMachine):
         self.ready = ready
         rank = TimedPageRank(ready)
         self.driver = CoreDriver(ready, max_tokens=max_seqs + extra_tokens, rank=rank, until_full=until_full, **options)
+        self.rank = rank
+        self.driver.carry_out = self.carry_out
+        self.orders: list[int] = []
+        self.is_updating = self.is_torn = self.is_asleep = False
         self.ends_asked: dict[tuple[int, int], int] = {}
         self.aborted: set[int] = set()
         self.pauses: list[int] = []
@@ -142,13 +164,74 @@ class CoreMachine(RuleBasedStateMachine):
             assert sample.reason == Reason.STOP_STRING
 
     @rule(mode=st.sampled_from(["abort", "wait", "keep", "retract"]))
+    @precondition(lambda self: not (self.is_torn or self.is_asleep))
     def pause(self, mode: PauseMode) -> None:
         if mode == "abort":
             self.aborted.update(self.open_ids())
         self.pauses.append(self.driver.control(Pause(mode=mode)))
         assert mode != "abort" or not self.driver.core.num_requests
 
+    def carry_out(self, order: Control) -> ControlDone:
+        """What the rank does: its weights change as they are loaded, and what sleeps forgets."""
+        if isinstance(order.action, LoadTensors):
+            self.rank.weights += 1
+        if isinstance(order.action, Sleep):
+            self.rank.pages[:] = -1
+        return ControlDone(number=order.number)
+
+    def order(self, action: AnyAction) -> None:
+        """As the server does: one after the other, each waited for."""
+        number = self.driver.control(action)
+        self.driver.obey()
+        while number not in self.driver.done:
+            self.driver.complete()
+            self.driver.obey()
+
     @rule()
+    @precondition(lambda self: not (self.is_updating or self.is_asleep))
+    def begin_update(self) -> None:
+        self.order(BeginUpdate())
+        self.is_updating = True
+
+    @rule()
+    @precondition(lambda self: self.is_updating)
+    def load_tensors(self) -> None:
+        self.order(LoadTensors(source=Directory(path="/"), seconds=1.0))
+        self.is_torn = True
+
+    @rule()
+    @precondition(lambda self: self.is_updating)
+    def abandon_update(self) -> None:
+        self.order(AbandonUpdate())
+        self.is_updating = False
+        assert not self.driver.turn()
+
+    @rule()
+    @precondition(lambda self: self.is_updating and self.is_torn)
+    def commit_update(self) -> None:
+        self.order(VerifyUpdate())
+        self.order(CommitUpdate(version="new"))
+        self.is_updating = self.is_torn = False
+
+    @rule()
+    def sum_up(self) -> None:
+        self.order(Checksum())
+
+    @rule(mode=st.sampled_from(["abort", "retract"]))
+    @precondition(lambda self: not (self.is_updating or self.is_asleep))
+    def sleep(self, mode: PauseMode) -> None:
+        self.pause(mode)
+        self.order(Sleep())
+        self.is_asleep = True
+
+    @rule()
+    @precondition(lambda self: self.is_asleep)
+    def wake(self) -> None:
+        self.order(Wake())
+        self.is_asleep = False
+
+    @rule()
+    @precondition(lambda self: not (self.is_updating or self.is_torn or self.is_asleep))
     def resume(self) -> None:
         number = self.driver.control(Resume())
         assert not self.driver.done[number].error
@@ -190,6 +273,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "driver"):
+            self.end_update()
             self.settle()
             self.driver.control(Resume())
             self.driver.drain()
@@ -197,6 +281,16 @@ class CoreMachine(RuleBasedStateMachine):
             for request_id, received in self.driver.received.items():
                 if request_id not in self.driver.cancelled:
                     self.verify(request_id, received)
+
+    def end_update(self) -> None:
+        """So that the engine may go on."""
+        if self.is_asleep:
+            self.wake()
+        if self.is_torn and not self.is_updating:
+            self.begin_update()
+        if self.is_updating:
+            self.load_tensors()
+            self.commit_update()
 
     def settle(self) -> None:
         """A pause is complete once the steps that were queued have come back, and nothing is built any more."""

@@ -101,3 +101,12 @@ def test_all_users_choose_the_same_folder(tmp_path: Path, monkeypatch: pytest.Mo
     assert choose_folder() == Path("/tmp")
     tmp_path.chmod(0o1777)
     assert choose_folder() == tmp_path
+
+
+def test_a_folder_that_is_read_only_is_not_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_lock, "SHARED", tmp_path)
+    tmp_path.chmod(0o1777)
+    values = [*os.statvfs(tmp_path)]
+    values[8] |= os.ST_RDONLY
+    monkeypatch.setattr(os, "statvfs", lambda _path: os.statvfs_result(values))
+    assert choose_folder() == Path("/tmp")

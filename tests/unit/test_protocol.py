@@ -67,7 +67,7 @@ def test_the_header_is_a_map_that_other_languages_can_write() -> None:
     assert columns == {}
     (frame,) = pack(Results(seq=4, columns=("ids",)), {"ids": np.asarray([1])})
     ids = (1).to_bytes(8, "little")
-    packed = {"type": "results", "columns": ["ids"], "data": [ids], "seq": 4, "num_top": 0}
+    packed = {"type": "results", "columns": ["ids"], "data": [ids], "seq": 4, "num_top": 0, "versions": ["default"]}
     assert msgspec.msgpack.decode(frame) == packed
 
 

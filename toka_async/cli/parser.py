@@ -42,8 +42,8 @@ often used, and accepted as other engines write them:
 """
 NODE_ENVIRONMENT = """\
 Defaults come from LWS_LEADER_ADDRESS, LWS_WORKER_INDEX, LWS_GROUP_SIZE, or from
-SLURM_JOB_NODELIST, SLURM_NODEID, SLURM_NNODES. All machines need the same secret
-in TOKA_CLUSTER_KEY. A machine without a configuration takes the leader's.
+Slurm's variables of a step or a job. All machines need the same secret in
+TOKA_CLUSTER_KEY. A machine without a configuration takes the leader's.
 """
 RESOLVED = """\
 The output can be served with --config. `auto` is resolved as far as possible

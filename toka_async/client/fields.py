@@ -36,6 +36,7 @@ class Fields(TypedDict, total=False):
     add_special_tokens: bool
     logprobs: int
     prompt_logprobs: int
+    logprobs_mode: str
     priority: int
     allowed_token_ids: list[int]
     cache_salt: str

@@ -111,7 +111,8 @@ class Pending:
         self.has_begun = True
         stop = options.find_stop(row)
         self.num_open -= reason is not None
-        parts = (row.token_ids, row.text, reason, stop, row.logprobs, row.top_ids, row.top_logprobs)
+        scores = (row.logprobs, row.top_ids, row.top_logprobs, row.kept, row.masses)
+        parts = (row.token_ids, row.text, reason, stop, *scores, row.versions)
         if self.waiter is None:
             pass
         elif options.stream:

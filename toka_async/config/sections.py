@@ -53,6 +53,13 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         Literal["auto", "none"],
         Meta(description="sampling defaults; auto: those of the model's generation_config.json; none: OpenAI's"),
     ] = "auto"
+    logprobs_mode: Annotated[
+        Literal["raw", "temperature", "processed"],
+        Meta(
+            description="distribution of log-probs for requests that do not say; raw: the model's; temperature: after "
+            "penalties and temperature; processed: after top_k, top_p and min_p too"
+        ),
+    ] = "raw"
     chat_template: Annotated[str, Meta(description="file with a jinja chat template; empty: the tokenizer's")] = ""
 
     @property
@@ -122,6 +129,9 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
         float, Meta(ge=0, le=2**31, description="seconds after its arrival when a request ends with 504; 0: no limit")
     ] = 0.0
     max_n: Annotated[int, Meta(ge=1, description="most samples (n) of one request")] = 16384
+    max_logprobs: Annotated[
+        int, Meta(ge=-1, description="most likeliest tokens that a request may ask for at a place; -1: the vocabulary")
+    ] = 20
     max_body_mb: Annotated[int, Meta(ge=1, description="largest request body, in MiB")] = 64
     max_bodies_mb: Annotated[
         Count | Auto,

@@ -22,11 +22,12 @@ from toka_async.client.base_client import BaseClient
 from toka_async.launch import find_files
 from toka_async.llm.engine_options import list_overrides, make_config
 from toka_async.llm.engine_process import EngineDeadError, EngineProcess
-from toka_async.llm.model_texts import ModelTexts, writes_spaces
+from toka_async.llm.model_texts import ModelTexts
 from toka_async.llm.outputs import OutputMaker, Submittable
 from toka_async.llm.prompts import PlainPrompt
 from toka_async.llm.sampling_params import SamplingParams
 from toka_async.protocol import Welcome
+from toka_async.text.tokenizer import writes_spaces
 
 T = TypeVar("T")
 

@@ -90,9 +90,3 @@ class ModelTexts:
         if loaded is None:
             raise ValueError("the tokenizer has no chat template: give one with chat_template=")
         return loaded
-
-
-def writes_spaces(tokenizer: Tokenizer) -> bool:
-    """Tell whether texts have spaces before special tokens."""
-    pieces = tokenizer.pieces
-    return any(pieces.rest[token_id].startswith(b" ") for token_id in pieces.special)

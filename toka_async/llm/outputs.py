@@ -7,7 +7,7 @@ would take as long as all else.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -19,7 +19,7 @@ from toka_async.text.tokenizer import Tokenizer
 
 
 class Logprob(msgspec.Struct, gc=False):
-    """A token's log-prob, of the raw distribution.
+    """A token's log-prob, of the distribution that `logprobs_mode` names.
 
     rank: its place among all tokens, from 1; None: a sampled token that is not among the likeliest that were asked for.
     decoded_token: its text; None without `detokenize`.
@@ -30,12 +30,23 @@ class Logprob(msgspec.Struct, gc=False):
     decoded_token: str | None = None
 
 
+T = TypeVar("T", int, float)
 Logprobs: TypeAlias = list[dict[int, Logprob]]
+
+
+class WeightVersionSpan(msgspec.Struct, gc=False):
+    """Tokens from `start` up to `end` that one version of the weights generated."""
+
+    version: str
+    start: int
+    end: int
 
 
 class CompletionOutput(msgspec.Struct, gc=False):
     """A sample. logprobs: for each token, itself and the likeliest ones. stop_reason: the stop string or the id of
-    `stop_token_ids` that ended it; None for the model's own end token.
+    `stop_token_ids` that ended it; None for the model's own end token. weight_versions: which weights generated the
+    tokens. num_kept, kept_masses: for each token, how many the filters kept and their share of the distribution, with
+    log-probs of `logprobs_mode="processed"`.
     """
 
     index: int
@@ -45,6 +56,9 @@ class CompletionOutput(msgspec.Struct, gc=False):
     logprobs: Logprobs | None = None
     finish_reason: Literal["stop", "length", "abort", "error"] | None = None
     stop_reason: str | int | None = None
+    weight_versions: list[WeightVersionSpan] | None = None
+    num_kept: list[int] | None = None
+    kept_masses: list[float] | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -124,6 +138,9 @@ class OutputMaker:
         """Make an output of tokens with the text that came with them."""
         output = CompletionOutput(index, sample.text, sample.token_ids.tolist())
         output.finish_reason, output.stop_reason = sample.finish_reason, sample.stop
+        output.weight_versions = [WeightVersionSpan(*span) for span in sample.versions]
+        if sample.kept.size:
+            output.num_kept, output.kept_masses = sample.kept.tolist(), sample.masses.tolist()
         if params.logprobs is not None:
             output.cumulative_logprob = float(sample.logprobs.sum(dtype="float64"))
             columns = sample.logprobs, sample.top_ids, sample.top_logprobs, [None] * len(output.token_ids)
@@ -193,6 +210,11 @@ class StreamedRequest:
 def add_parts(whole: CompletionOutput, part: CompletionOutput) -> CompletionOutput:
     """Join a sample so far and its next part. Neither is changed."""
     logprobs = None if whole.logprobs is None or part.logprobs is None else whole.logprobs + part.logprobs
+    num_before = len(whole.token_ids)
+    moved = [
+        WeightVersionSpan(span.version, num_before + span.start, num_before + span.end)
+        for span in part.weight_versions or ()
+    ]
     total = (whole.cumulative_logprob or 0.0) + (part.cumulative_logprob or 0.0)
     return CompletionOutput(
         index=whole.index,
@@ -202,7 +224,25 @@ def add_parts(whole: CompletionOutput, part: CompletionOutput) -> CompletionOutp
         logprobs=logprobs,
         finish_reason=part.finish_reason,
         stop_reason=part.stop_reason,
+        weight_versions=join_spans([*(whole.weight_versions or ()), *moved]),
+        num_kept=add_lists(whole.num_kept, part.num_kept),
+        kept_masses=add_lists(whole.kept_masses, part.kept_masses),
     )
+
+
+def join_spans(spans: Sequence[WeightVersionSpan]) -> list[WeightVersionSpan]:
+    """Join neighbours of one version. None is changed."""
+    joined: list[WeightVersionSpan] = []
+    for span in spans:
+        if joined and joined[-1].version == span.version:
+            joined[-1] = replace(joined[-1], end=span.end)
+        else:
+            joined.append(span)
+    return joined
+
+
+def add_lists(whole: list[T] | None, part: list[T] | None) -> list[T] | None:
+    return None if whole is None and part is None else [*(whole or ()), *(part or ())]
 
 
 class TokenTexts(dict[int, str]):

@@ -15,7 +15,7 @@ from typing import Any, Self
 from toka_async.openai.errors import ApiError
 from toka_async.openai.fields import UNSUPPORTED, check_fields
 from toka_async.openai.parse import parse_fields
-from toka_async.openai.requests import DirectRequest
+from toka_async.openai.requests import DirectRequest, LogprobsMode
 
 # What vLLM has beside the fields of requests, with the values that ask for nothing.
 ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
@@ -34,7 +34,7 @@ ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
 DIRECT = (  # fields that are the same in a direct submission
     *("n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty"),
     *("frequency_penalty", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "logprobs"),
-    *("prompt_logprobs", "skip_special_tokens", "include_stop_str_in_output", "allowed_token_ids"),
+    *("prompt_logprobs", "logprobs_mode", "skip_special_tokens", "include_stop_str_in_output", "allowed_token_ids"),
 )
 
 
@@ -69,8 +69,9 @@ GuidedDecodingParams = StructuredOutputsParams  # its older name
 class SamplingParams:
     """How the samples of a prompt are drawn, and what is said of them.
 
-    Names, meanings and defaults are vLLM's; server/API.md explains them. `max_tokens=None` is the rest of the context.
-    A field that the engine does not have is refused by its name, unless its value asks for nothing.
+    Names, meanings and defaults are vLLM's; server/API.md explains them, and also `logprobs_mode`, which vLLM has for a
+    whole engine only. `max_tokens=None` is the rest of the context. A field that the engine does not have is refused by
+    its name, unless its value asks for nothing.
 
     Raises:
         ValueError: a field is unknown, not supported, or out of range; the message names it.
@@ -95,6 +96,7 @@ class SamplingParams:
         min_tokens: int = 0,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
+        logprobs_mode: LogprobsMode | None = None,
         detokenize: bool = True,
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
@@ -122,6 +124,7 @@ class SamplingParams:
         self.min_tokens = min_tokens
         self.logprobs = logprobs
         self.prompt_logprobs = prompt_logprobs
+        self.logprobs_mode = logprobs_mode
         self.detokenize = detokenize
         self.skip_special_tokens = skip_special_tokens
         self.spaces_between_special_tokens = spaces_between_special_tokens

@@ -11,6 +11,7 @@ seeds.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import IntFlag
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toka_async.attention.copies import to_device
-from toka_async.messages import TokenSampling
+from toka_async.messages import LogprobKind, TokenSampling
 from toka_async.model.rng import Float64
 
 # One row of sampling parameters; one operation gathers a table of them by slot.
@@ -52,8 +53,10 @@ class Flag(IntFlag):
     COUNTED = 32  # presence or frequency penalty
     LOGPROBS = 64
     ALLOWED = 128  # only some token ids are allowed
+    SCALED = 512  # log-probs are of the distribution after edits and temperature
+    KEPT = 1024  # and of the tokens that the filters keep, whose number and mass are wanted
     MASKED = 4096  # only what a grammar allows, which differs from token to token
-    # 256 is a flag of the kernels alone.
+    # 256 and 2048 are flags of the kernels alone.
 
 
 EDITS = Flag.MASKED | Flag.ALLOWED | Flag.BIASED | Flag.MIN_TOKENS | Flag.REPETITION | Flag.COUNTED
@@ -67,7 +70,9 @@ _LARGEST_SHARE = 1 - 2.0**-53
 
 
 def make_params(sampling: TokenSampling) -> Params:
-    random = sampling.temperature > 0 and sampling.top_k != 1
+    scaled = sampling.num_logprobs >= 0 and sampling.logprob_kind is not LogprobKind.RAW
+    # A draw of the likeliest token alone is greedy, but its log-prob is of the distribution at its temperature.
+    random = sampling.temperature > 0 and (sampling.top_k != 1 or scaled)
     filtered = random and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
     flags = (
         Flag.RANDOM * random
@@ -80,6 +85,8 @@ def make_params(sampling: TokenSampling) -> Params:
         | Flag.REPETITION * (sampling.repetition_penalty != 1)
         | Flag.COUNTED * (sampling.presence_penalty != 0 or sampling.frequency_penalty != 0)
         | Flag.LOGPROBS * (sampling.num_logprobs >= 0)
+        | Flag.SCALED * scaled
+        | Flag.KEPT * (filtered and sampling.wants_kept)
     )
     values = (
         sampling.temperature,
@@ -149,26 +156,51 @@ def _sample_plain(logits: Tensor, params: Params, uniform: Float64) -> Tensor:
 
 
 def _sample_filtered(logits: Tensor, params: Params, uniform: Float64) -> Tensor:
-    """[r, vocab] -> [r]. Tries few candidates first: sorting a vocabulary costs more than all the rest."""
-    fields = ("temperature", "top_p", "min_p", "top_k")
-    temperature, *filters, target = _upload(logits.device, *(params[name] for name in fields), uniform)
-    vocab = logits.shape[1]
+    """[r, vocab] -> [r]"""
+    temperature, target = _upload(logits.device, params["temperature"], uniform)
+    tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    for rows, kept, ids in _filter(_weights(logits, temperature), params, logits.shape[1]):
+        # The order of ids makes a draw robust: rounding that swaps two almost equal weights hardly moves it.
+        ids, by_id = ids.sort(dim=1)
+        tokens[rows] = ids.gather(1, invert(kept.gather(1, by_id), target[rows])[:, None])[:, 0]
+    return tokens
+
+
+def measure_filters(logits: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+    """Returns how many tokens the filters of each row keep, int64 [r], and their share of the weight, float64 [r].
+
+    logits: [r, vocab], cleaned, as `sample` gets them. params: PARAMS [r], of rows that are filtered. Tokens without
+    any weight do not count as kept.
+    """
+    (temperature,) = _upload(logits.device, params["temperature"])
     padded = _weights(logits, temperature)
+    num_kept = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    masses = torch.ones(len(logits), dtype=torch.float64, device=logits.device)
+    totals = _sum_blocks(padded)
+    for rows, kept, _ in _filter(padded, params, logits.shape[1]):
+        num_kept[rows] = (kept > 0).sum(-1)
+        masses[rows] = kept.sum(-1, dtype=torch.float64) / totals[rows]
+    return num_kept, masses.clamp_(max=1)
+
+
+def _filter(padded: Tensor, params: Params, vocab: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Filters rows of `_weights`; a later result of a row replaces an earlier one.
+
+    Tries few candidates first: sorting a vocabulary costs more than all the rest. Yields the rows, int64 [r], the
+    weights of their candidates, likeliest first and 0 where not kept, float32 [r, c], and the candidates' ids, [r, c].
+    """
+    filters = _upload(padded.device, *(params[name] for name in ("top_p", "min_p", "top_k")))
     weights = padded[:, :vocab]
-    tokens = torch.zeros(len(weights), dtype=torch.int64, device=logits.device)
-    rows = torch.arange(len(weights), device=logits.device)
+    rows = torch.arange(len(weights), device=padded.device)
     for width in (*(w for w in _WIDTHS if w < vocab), vocab):
         candidates, ids = find_likeliest(weights[rows], width)
         total = _sum_blocks(padded[rows]) if width < vocab else None
         num_kept, decided = _count_kept(candidates, total, *(f[rows] for f in filters))
         kept = torch.where(torch.arange(width, device=rows.device) < num_kept[:, None], candidates, 0)
-        # The order of ids makes a draw robust: rounding that swaps two almost equal weights hardly moves it.
-        ids, by_id = ids.sort(dim=1)
-        tokens[rows] = ids.gather(1, invert(kept.gather(1, by_id), target[rows])[:, None])[:, 0]
+        yield rows, kept, ids
         if bool(decided.all()):
-            break
+            return
         rows = rows[~decided]
-    return tokens
 
 
 def _count_kept(

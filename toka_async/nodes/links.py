@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -80,7 +81,12 @@ class NodeLinks:
             # A descriptor is used again, so breaks of its earlier connection come first.
             yield from self._take_breaks()
             self._peers[int(parts[-1].get(zmq.SRCFD))] = name.bytes
-            yield name.bytes, self._decoder.decode(parts[-1].bytes)
+            try:
+                message = self._decoder.decode(parts[-1].bytes)
+            except msgspec.DecodeError as error:  # of another version, as `Join` may become some day
+                logger.warning("a node says what this version does not understand: %s", error)
+                continue
+            yield name.bytes, message
 
     def _take_breaks(self) -> Iterator[tuple[bytes, None]]:
         while self.monitor.poll(0):

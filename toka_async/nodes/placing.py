@@ -10,8 +10,9 @@ from urllib.parse import urlsplit
 from toka_async.config import ConfigError
 
 PORT = 10212  # where a leader listens whose address has none
-INDEX, SIZE = ("LWS_WORKER_INDEX", "SLURM_NODEID"), ("LWS_GROUP_SIZE", "SLURM_NNODES")
-LEADER, NODES = "LWS_LEADER_ADDRESS", "SLURM_JOB_NODELIST"
+# Of Slurm, those of the step come first: it may have some of the job's machines only, by which it numbers them.
+INDEX, SIZE = ("LWS_WORKER_INDEX", "SLURM_NODEID"), ("LWS_GROUP_SIZE", "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+LEADER, NODES = "LWS_LEADER_ADDRESS", ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
 FIRST_NODE = re.compile(r"([^,\[\]]+)(?:\[([^,\-\]]+)[^\]]*\])?([^,\[\]]*)")  # of `gpu[01-04,07],login2`
 
 
@@ -33,7 +34,7 @@ def find_place(leader: str, index: int | None, size: int | None, environment: Ma
     """Complete what options say from the environment. Raises ConfigError that names what is missing."""
     leader = leader or _find_leader(environment)
     if not leader:
-        raise ConfigError(f"--leader: expected tcp://HOST:PORT; neither {LEADER} nor {NODES} is set")
+        raise ConfigError(f"--leader: expected tcp://HOST:PORT; neither {LEADER} nor {NODES[-1]} is set")
     index = _read_number("--index", index, environment, INDEX)
     size = _read_number("--size", size, environment, SIZE)
     if not 0 <= index < size:
@@ -61,7 +62,8 @@ def make_address(host: str, port: int) -> str:
 def _find_leader(environment: Mapping[str, str]) -> str:
     if address := environment.get(LEADER, ""):
         return address
-    match = FIRST_NODE.match(environment.get(NODES, ""))
+    nodes = next((environment[name] for name in NODES if environment.get(name)), "")
+    match = FIRST_NODE.match(nodes)
     return "" if match is None else f"{match[1]}{match[2] or ''}{match[3]}"
 
 
@@ -73,4 +75,4 @@ def _read_number(option: str, value: int | None, environment: Mapping[str, str],
             if text.isdecimal():
                 return int(text)
             raise ConfigError(f"{name}: expected a number, got {text!r}")
-    raise ConfigError(f"{option} is missing; {' and '.join(names)} are not set either")
+    raise ConfigError(f"{option} is missing; {', '.join(names)} are not set either")

@@ -10,6 +10,7 @@ from toka_async.openai.errors import bad_request
 from toka_async.openai.generation import GenerationParams
 
 ENTRY_BYTES = 48  # a token with its log-prob as JSON: about 30 in completions, 80 in chats
+PACKED_BYTES = 24  # a token in arrays in base64: its id, log-prob and rank, or what filters keep
 CHAR_BYTES = 4  # a character that an echo repeats
 ID_BYTES = 8  # a token id as JSON
 
@@ -44,4 +45,5 @@ def answer_bytes(generation: GenerationParams, num_prompt: int, max_new: int, nu
         num_entries += copies * num_prompt * (1 + generation.num_prompt_logprobs)
     if sampling.num_logprobs >= 0 and not generation.stream:
         num_entries += max_new * (1 + sampling.num_logprobs)
-    return ENTRY_BYTES * num_entries + CHAR_BYTES * copies * num_echoed + ID_BYTES * num_ids
+    each = PACKED_BYTES if generation.pack_columns else ENTRY_BYTES
+    return each * num_entries + CHAR_BYTES * copies * num_echoed + ID_BYTES * num_ids

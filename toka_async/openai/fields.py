@@ -55,14 +55,15 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",),
     "repetition_detection": (),
     "return_hidden_states": (False,),
+    "return_token_offsets": (False,),
     "service_tier": ("auto", "default"),
-    "spaces_between_special_tokens": (True,),
     "stop_regex": ([],),
     "store": (False,),
     "suffix": ("",),
     "thinking_token_budget": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
+    "vllm_xargs": ({},),
     "web_search_options": (),
 }
 

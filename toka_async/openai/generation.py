@@ -6,6 +6,7 @@ Checks what depends on the model and what ties two fields together. Knows no tex
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -13,7 +14,7 @@ import msgspec
 import numpy as np
 
 from toka_async.arrays import EMPTY, Int32, column, f32_column, i32_column
-from toka_async.messages import TokenSampling
+from toka_async.messages import LogprobKind, TokenSampling
 from toka_async.openai.errors import bad_request
 from toka_async.openai.prompts import check_vocabulary
 from toka_async.openai.requests import (
@@ -25,6 +26,7 @@ from toka_async.openai.requests import (
     CompletionRequest,
     DirectRequest,
     GenerationFields,
+    LogprobsMode,
     SamplingFields,
     StreamOptions,
 )
@@ -39,8 +41,16 @@ NOT_DIRECT = (
     "return_token_ids",
     "return_tokens_as_token_ids",
     "logprobs_in_fingerprint",
+    "packed_logprobs",
+    "return_weight_versions",
+    "request_id",
     "truncate_prompt_tokens",
 )
+KINDS: Mapping[LogprobsMode, LogprobKind] = {
+    "raw": LogprobKind.RAW,
+    "temperature": LogprobKind.TEMPERATURE,
+    "processed": LogprobKind.PROCESSED,
+}
 LEAST_TEMPERATURE = 1e-5  # below, sampling is greedy, as in vLLM: float32 cannot hold 1 / temperature
 
 
@@ -48,16 +58,18 @@ class RequestLimits(msgspec.Struct, frozen=True):
     """The largest values that one request can have.
 
     max_context: tokens of prompt and completion together. cache_tokens: the same limit, from the KV cache's size.
+    max_logprobs: likeliest tokens at a place.
     """
 
     max_context: int
     cache_tokens: int
     vocab_size: int
     max_n: int
+    max_logprobs: int = 20
 
 
 class Defaults(msgspec.Struct, frozen=True):
-    """Values for what a request leaves out: the model's own, or OpenAI's."""
+    """Values for what a request leaves out: the model's own, the server's, or OpenAI's."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -65,6 +77,7 @@ class Defaults(msgspec.Struct, frozen=True):
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     end_ids: tuple[int, ...] = ()
+    logprob_kind: LogprobKind = LogprobKind.RAW
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +96,9 @@ class GenerationParams:
     `sampling` may ask the engine for more because of an echo. num_prompt_copies: how often the answer repeats what it
     says of a prompt: once, or in each choice. truncation: None leaves prompts as they are. usage_in_chunks: each chunk
     of a stream has its sample's usage so far. pad_chunks: chunks hide the length of their text. pack_logprobs: samples'
-    log-probs are arrays in the response's `system_fingerprint`. grammar_param: the field that outputs' grammar comes
-    from. has_text: the answer has the samples' texts.
+    log-probs are arrays in the response's `system_fingerprint`. pack_columns: all log-probs are arrays in fields of
+    their own. grammar_param: the field that outputs' grammar comes from. has_text: the answer has the samples' texts.
+    request_id: the client's; empty: it gave none.
     """
 
     n: int
@@ -98,6 +112,8 @@ class GenerationParams:
     return_token_ids: bool
     name_token_ids: bool
     pack_logprobs: bool
+    pack_columns: bool
+    return_weight_versions: bool
     echo: bool
     num_prompt_logprobs: int
     stream: bool
@@ -110,13 +126,16 @@ class GenerationParams:
     grammar_param: str = ""
     num_prompt_copies: int = 1
     has_text: bool = True
+    spaces_between_special_tokens: bool = True
+    request_id: str = ""
 
 
 def completion_generation(request: CompletionRequest, limits: RequestLimits, defaults: Defaults) -> GenerationParams:
     """Raises ApiError (400), which names the field."""
     if request.best_of is not None and request.best_of != request.n:
         raise bad_request(f"'best_of' must equal n ({request.n}), got {request.best_of}", param="best_of")
-    num_logprobs = -1 if request.logprobs is None else request.logprobs
+    logprobs = int(request.logprobs) if request.logprobs is True else request.logprobs
+    num_logprobs = count_logprobs(None if logprobs is False else logprobs, limits, "logprobs")
     max_tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     of_prompt = num_logprobs if request.echo and not request.logprobs_in_fingerprint else -1
     made = build_generation(request, limits, defaults, max_tokens, num_logprobs, of_prompt, request.echo)
@@ -132,7 +151,9 @@ def chat_generation(request: ChatRequest, limits: RequestLimits, defaults: Defau
     if both and request.max_tokens != request.max_completion_tokens:
         raise bad_request("'max_completion_tokens' and max_tokens differ; give one", param="max_completion_tokens")
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    num_logprobs = (request.top_logprobs or 0) if request.logprobs or request.top_logprobs else -1
+    num_logprobs = -1
+    if request.logprobs or request.top_logprobs:
+        num_logprobs = count_logprobs(request.top_logprobs or 0, limits, "top_logprobs")
     made = build_generation(request, limits, defaults, max_tokens, num_logprobs, -1, False)
     in_each_choice = request.return_token_ids and (request.stream or isinstance(request, ChatBatchRequest))
     return replace(made, num_prompt_copies=made.n) if in_each_choice else made
@@ -143,9 +164,9 @@ def direct_generation(request: DirectRequest, limits: RequestLimits, defaults: D
     for name in NOT_DIRECT:
         if getattr(request, name) not in (None, False):
             raise bad_request(f"'{name}' is no field of a direct submission", param=name)
-    num_logprobs = -1 if request.logprobs is None else request.logprobs
+    num_logprobs = count_logprobs(request.logprobs, limits, "logprobs")
     made = build_generation(request, limits, defaults, request.max_tokens, num_logprobs, -1, False)
-    return replace(made, return_token_ids=True)
+    return replace(made, return_token_ids=True, return_weight_versions=True)
 
 
 def build_generation(
@@ -161,8 +182,9 @@ def build_generation(
     if fields.logprobs_in_fingerprint:
         num_logprobs = max(0, num_logprobs)
     check_counts(fields, limits, max_tokens)
-    if fields.prompt_logprobs is not None:
-        num_prompt_logprobs = max(num_prompt_logprobs, fields.prompt_logprobs)
+    shown_prompt_logprobs = count_logprobs(fields.prompt_logprobs, limits, "prompt_logprobs")
+    num_prompt_logprobs = max(num_prompt_logprobs, shown_prompt_logprobs)
+    check_packing(fields, num_logprobs, num_prompt_logprobs)
     stop_token_ids = np.array(fields.stop_token_ids, dtype=np.int32)
     check_vocabulary(stop_token_ids, limits.vocab_size, "stop_token_ids")
     options, grammar = fields.stream_options or StreamOptions(), find_grammar(fields)
@@ -179,8 +201,10 @@ def build_generation(
         return_token_ids=fields.return_token_ids,
         name_token_ids=fields.return_tokens_as_token_ids,
         pack_logprobs=fields.logprobs_in_fingerprint,
+        pack_columns=fields.packed_logprobs,
+        return_weight_versions=fields.return_weight_versions,
         echo=echo,
-        num_prompt_logprobs=-1 if fields.prompt_logprobs is None else fields.prompt_logprobs,
+        num_prompt_logprobs=shown_prompt_logprobs,
         stream=fields.stream,
         include_usage=options.include_usage,
         usage_in_chunks=options.continuous_usage_stats,
@@ -189,7 +213,32 @@ def build_generation(
         cache_salt=fields.cache_salt or "",
         truncation=build_truncation(fields),
         grammar_param=grammar.param,
+        spaces_between_special_tokens=fields.spaces_between_special_tokens,
+        request_id=fields.request_id or "",
     )
+
+
+def count_logprobs(asked: int | None, limits: RequestLimits, name: str) -> int:
+    """Returns how many likeliest tokens a field asks for; -1 for none at all, not even the chosen one's log-prob.
+
+    Raises ApiError (400) that names the field.
+    """
+    if asked is None:
+        return -1
+    number = limits.vocab_size if asked < 0 else asked
+    if number > limits.max_logprobs:
+        most = f"{limits.max_logprobs} (limits.max_logprobs)"
+        raise bad_request(f"'{name}' can be at most {most}, got {asked}", param=name)
+    return number
+
+
+def check_packing(fields: GenerationFields, num_logprobs: int, num_prompt_logprobs: int) -> None:
+    """Raises ApiError (400)."""
+    name = "packed_logprobs"
+    if fields.packed_logprobs and max(num_logprobs, num_prompt_logprobs) < 0:
+        raise bad_request(f"'{name}' needs logprobs or prompt_logprobs", param=name)
+    if fields.packed_logprobs and fields.logprobs_in_fingerprint:
+        raise bad_request(f"'{name}' and logprobs_in_fingerprint are two forms of the same; give one", param=name)
 
 
 def build_truncation(fields: GenerationFields) -> Truncation | None:
@@ -237,8 +286,10 @@ def build_sampling(
             "'allowed_token_ids' are all end tokens, which min_tokens forbids at first", param="allowed_token_ids"
         )
     temperature = choose(fields.temperature, defaults.temperature)
+    temperature = temperature if temperature >= LEAST_TEMPERATURE else 0.0
+    kind = defaults.logprob_kind if fields.logprobs_mode is None else KINDS[fields.logprobs_mode]
     return TokenSampling(
-        temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
+        temperature=temperature,
         top_p=choose(fields.top_p, defaults.top_p),
         top_k=max(choose(fields.top_k, defaults.top_k), 0),
         min_p=choose(fields.min_p, defaults.min_p),
@@ -252,6 +303,9 @@ def build_sampling(
         allowed_ids=column(allowed) if allowed.size else EMPTY,
         num_logprobs=num_logprobs,
         num_prompt_logprobs=num_prompt_logprobs,
+        logprob_kind=kind,
+        # Nobody drew the prompt's tokens: neither penalties nor filters have a meaning for them.
+        prompt_temperature=1.0 if kind is LogprobKind.RAW else temperature or 1.0,
     )
 
 

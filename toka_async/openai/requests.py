@@ -13,7 +13,6 @@ from msgspec import Meta
 from toka_async.openai.chat_messages import MESSAGE
 from toka_async.openai.fields import UNSUPPORTED, Unsupported
 
-MAX_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
 MAX_STOP_CHARS = 8192  # all stop strings of a request together
@@ -23,9 +22,11 @@ MAX_IDS = 16384  # in `stop_token_ids` and `logit_bias`
 ANY_MODEL = ("", "default", "none")  # names that clients of other servers write for the one that is served
 LEAST_REPETITION = 0.01  # a penalty that no logit of a model overflows with
 MAX_COUNT = 2**31 - 1  # counts travel as int32
+MAX_LABEL = 256  # characters of a request's id
 
 Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
-NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+NumLogprobs = Annotated[int, Meta(ge=-1, le=MAX_COUNT)]  # -1: the vocabulary
+LogprobsMode = Literal["raw", "temperature", "processed"]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 TokenIds = list[TokenId]
@@ -122,7 +123,9 @@ class SamplingFields(WireRequest, frozen=True, kw_only=True):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     prompt_logprobs: NumLogprobs | None = None
+    logprobs_mode: LogprobsMode | None = None
     structured_outputs: StructuredOutputs | None = None
 
 
@@ -136,11 +139,14 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    return_weight_versions: bool = False
+    packed_logprobs: bool = False
     logprobs_in_fingerprint: bool = False
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
     truncation_side: Literal["left", "right"] = "left"
     priority: Priority = 0
     cache_salt: Salt | None = None
+    request_id: Annotated[str, Meta(min_length=1, max_length=MAX_LABEL)] | None = None
     response_format: ResponseFormat | None = None
     # Older names of vLLM's for `structured_outputs`, and SGLang's.
     guided_json: JsonSchema | None = None
@@ -156,6 +162,7 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True):
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    session_id: str | None = None
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
@@ -165,7 +172,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
     best_of: Count | None = None
     echo: bool = False
-    logprobs: NumLogprobs | None = None
+    logprobs: bool | NumLogprobs | None = None  # true: 1, false: none
     add_special_tokens: bool = True
 
 
@@ -179,9 +186,10 @@ class DirectRequest(GenerationFields, frozen=True, kw_only=True):
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True):
-    """POST /v1/chat/completions. `chat_messages` checks `messages`."""
+    """POST /v1/chat/completions. `chat_messages` checks `messages`, `prompts` parses `prompt_token_ids`."""
 
     messages: Messages
+    prompt_token_ids: PromptIds | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool = False
@@ -197,6 +205,7 @@ class ChatBatchRequest(ChatRequest, frozen=True, kw_only=True):
     """POST /v1/chat/completions/batch: `messages` are conversations. Has no stream and no prompt log-probs."""
 
     messages: Conversations
+    prompt_token_ids: Annotated[PromptIds | None, Meta(extra_json_schema={"const": None})] = None
     stream: Annotated[bool, Meta(extra_json_schema={"const": False})] = False
     prompt_logprobs: Annotated[NumLogprobs | None, Meta(extra_json_schema={"const": None})] = None
 

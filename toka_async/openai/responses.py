@@ -14,6 +14,41 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 StopReason = int | str | None
 
 
+class WeightSpan(msgspec.Struct, frozen=True):
+    """Tokens of a sample, from `start` up to `end`, that one version of the weights generated."""
+
+    version: str
+    start: int
+    end: int
+
+
+class PackedTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of a sample with their log-probs, as arrays of little-endian numbers in base64.
+
+    token_ids: int32 [t]. logprobs: float32 [t]. top_ids, top_logprobs: int32 and float32 [t, num_top], likeliest first.
+    kept, masses: int32 and float32 [t], how many tokens the filters kept and their share of the distribution, with
+    `logprobs_mode` "processed".
+    """
+
+    token_ids: str
+    logprobs: str
+    num_top: int
+    top_ids: str | UnsetType = UNSET
+    top_logprobs: str | UnsetType = UNSET
+    kept: str | UnsetType = UNSET
+    masses: str | UnsetType = UNSET
+
+
+class PackedPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probs of a prompt in the same form: entry i belongs to token i + 1. ranks: int32 [p - 1], from 1."""
+
+    logprobs: str
+    ranks: str
+    num_top: int
+    top_ids: str | UnsetType = UNSET
+    top_logprobs: str | UnsetType = UNSET
+
+
 class PackedLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     """Tokasaurus' compact log-probs, JSON within `system_fingerprint`; one entry for each choice.
 
@@ -66,8 +101,11 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: StopReason = None
     token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | msgspec.Raw | UnsetType = UNSET  # Raw: likewise
+    prompt_logprobs: PromptLogprobs | msgspec.Raw | UnsetType | None = UNSET  # Raw: likewise
     prompt_token_ids: list[int] | UnsetType = UNSET
+    packed_logprobs: PackedTokens | UnsetType = UNSET
+    packed_prompt_logprobs: PackedPrompt | UnsetType | None = UNSET
+    weight_versions: list[WeightSpan] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +155,8 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: StopReason = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    packed_logprobs: PackedTokens | UnsetType = UNSET
+    weight_versions: list[WeightSpan] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +166,8 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+    packed_prompt_logprobs: PackedPrompt | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     system_fingerprint: str | UnsetType = UNSET
 
@@ -143,6 +184,8 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: StopReason = None
     token_ids: list[int] | UnsetType = UNSET
+    packed_logprobs: PackedTokens | UnsetType = UNSET
+    weight_versions: list[WeightSpan] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):

@@ -71,8 +71,9 @@ def find_bounds(limits: RequestLimits) -> dict[str, int]:
     room, last_id = min(limits.max_context, limits.cache_tokens), limits.vocab_size - 1
     counts = {"n": limits.max_n, "best_of": limits.max_n, "min_tokens": limits.max_context}
     tokens = dict.fromkeys(("max_tokens", "max_completion_tokens", "max_new_tokens", "min_new_tokens"), room)
-    ids = ("prompt", "tokens", "token_ids", "input_ids", "stop_token_ids", "allowed_token_ids")
-    return counts | tokens | dict.fromkeys(ids, last_id)
+    logprobs = dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs", "top_logprobs_num"), limits.max_logprobs)
+    ids = ("prompt", "tokens", "prompt_token_ids", "token_ids", "input_ids", "stop_token_ids", "allowed_token_ids")
+    return counts | tokens | logprobs | dict.fromkeys(ids, last_id)
 
 
 def lower_maxima(schema: object, most: int) -> None:

@@ -13,7 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -57,6 +57,7 @@ from toka_async.procs.launched import Child, kill_all, make_launch
 logger = logging.getLogger(__name__)
 
 ASK_AGAIN = 1.0  # seconds until it asks again where the leader may accept it soon
+LOOK_AGAIN = 5.0  # seconds until it looks up the leader's name again while nobody has accepted it
 PATIENCE = 5.0  # seconds beyond the leader's own drain
 
 
@@ -126,7 +127,8 @@ class Agent:
         try:
             while True:
                 deadline = time.monotonic() + self._settings.join_timeout
-                membership = Membership(self._settings, self._facts, self._find_network(deadline), self._context)
+                network = self._wait_for_network(deadline)
+                membership = Membership(self._settings, self._facts, network, self._context)
                 try:
                     membership.serve(deadline, self._woken)
                 except LeaderLostError as error:
@@ -136,15 +138,12 @@ class Agent:
         except AgentEndError as error:
             return error.end
 
-    def _find_network(self, deadline: float) -> OwnNetwork:
+    def _wait_for_network(self, deadline: float) -> OwnNetwork:
         """Find the leader and the own address; waits for name servers and networks that come up later."""
-        place, interface = self._settings.place, self._settings.interface
         said = ""
         while True:
             try:
-                host = resolve_host(place.host)
-                address = find_address(interface) if interface else find_own_address(host, place.port)
-                return OwnNetwork(host, make_address(host, place.port), address, interface or find_interface(address))
+                return find_network(self._settings)
             except NetworkError as error:
                 check_deadline(self._settings, deadline, str(error))
                 if said != (said := str(error)):
@@ -163,6 +162,14 @@ class OwnNetwork:
     interface: str
 
 
+def find_network(settings: AgentSettings) -> OwnNetwork:
+    """Look up the leader's name, and find the own address towards it. Raises NetworkError."""
+    place, interface = settings.place, settings.interface
+    host = resolve_host(place.host)
+    address = find_address(interface) if interface else find_own_address(host, place.port)
+    return OwnNetwork(host, make_address(host, place.port), address, interface or find_interface(address))
+
+
 class Membership:
     """One connection to the leader, and the ranks that it asked for. Raises ConfigError: the secret is missing."""
 
@@ -179,6 +186,7 @@ class Membership:
         self._model_dir = Path()
         self._leaves_at: float | None = None  # when it ends by a signal, at the latest
         self._asks_at: float | None = None
+        self._looks_at = time.monotonic() + LOOK_AGAIN
         self._problem = "nobody answers"
         self._link = LeaderLink(context, network.leader, derive_keys(secret))
         self._probes = ProbeListener(network.address, make_name(network.leader, place.index))
@@ -218,7 +226,7 @@ class Membership:
 
     def _time_until_due(self, deadline: float) -> int | None:
         """Milliseconds until `_act` has something to do."""
-        times = [self._asks_at, self._leaves_at, deadline if self._config is None else None]
+        times = [self._asks_at, self._leaves_at, *([deadline, self._looks_at] if self._config is None else [])]
         waits = [at - time.monotonic() for at in times if at is not None]
         return max(0, int(min(waits) * 1000) + 1) if waits else None
 
@@ -231,6 +239,15 @@ class Membership:
             self._link.send(self._join)
         if self._config is None:
             check_deadline(self._settings, deadline, self._problem)
+            if now >= self._looks_at:
+                self._looks_at = now + LOOK_AGAIN
+                self._check_network()
+
+    def _check_network(self) -> None:
+        """Raise LeaderLostError if the leader's name means another machine now: a lost one may be replaced."""
+        with suppress(NetworkError):
+            if (network := find_network(self._settings)) != self._network:
+                raise LeaderLostError(f"{self._settings.place.host} is {network.leader_host} now")
 
     def _take_break(self) -> None:
         try:

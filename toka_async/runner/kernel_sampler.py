@@ -16,8 +16,7 @@ from torch import Tensor
 from toka_async.arrays import Bool, Int32, Int64
 from toka_async.kernels.sampling.edit import LIST_WIDTH, NUM_TOP, EditKernels, EditTable, RowTokens
 from toka_async.kernels.sampling.kernels import RowTable, SamplingKernels
-from toka_async.kernels.sampling.mask import apply_masks
-from toka_async.kernels.sampling.row import RAW
+from toka_async.kernels.sampling.row import RAW, TOP
 from toka_async.model.sampling import EDITS, Flag, Params, sample
 from toka_async.runner.copies import upload
 from toka_async.runner.rows import RowPrompt, RowTables, group_by_key
@@ -60,6 +59,7 @@ class KernelSampler:
         self._columns, self._table = _make_table(max_seqs + 1, vocab, rows.device)
         self._edits = EditRows(rows, history)
         self._routes = SamplingRoutes(rows)
+        self._nth = torch.arange(NUM_TOP, device=rows.device)
 
     def admit(self, slots: Int32) -> None:
         """Copies the slots' new parameters from `rows` to the device."""
@@ -67,13 +67,13 @@ class KernelSampler:
         params = rows.params[slots]
         by_torch = self._edits.find_unfit(slots)
         self._routes.admit(slots, by_torch)
-        flags = np.where(by_torch, 0, params["flags"] | RAW.value * _needs_raw(params))
+        flags = np.where(by_torch, 0, params["flags"] | _find_passes(params))
         integers = np.stack([flags, params["top_k"], rows.num_prompt[slots]]).astype(np.int32)
         bits = np.concatenate([integers, _take_bits(params, _FLOATS)])
         at, seeds, columns = upload((slots, rows.seeds[slots], bits.ravel()), rows.device)
         table.seeds.index_copy_(0, at, seeds)
         self._columns.index_copy_(1, at, columns.to(torch.int32).view(len(bits), -1))
-        edited = slots[(flags & (_EDITED | RAW.value)) != 0]
+        edited = slots[(flags & (_EDITED | RAW.value | TOP.value | Flag.KEPT)) != 0]
         if edited.size:
             self._edits.admit(edited)
         self._mark_seen(slots[(flags & Flag.REPETITION) != 0])
@@ -83,7 +83,9 @@ class KernelSampler:
         return self._share(hidden, slots, contexts, self._draw)
 
     def draw_full(self, hidden: Tensor, slots: Tensor, contexts: Tensor) -> tuple[Tensor, ...]:
-        """Draws on the full route. Returns the likeliest ids int32 [s, k] and theirs float32 [s, k] too."""
+        """Draws on the full route. Returns also the likeliest ids int32 [s, k] and theirs float32 [s, k], the number of
+        tokens that filters keep int32 [s], and their share of the distribution float32 [s].
+        """
         return self._share(hidden, slots, contexts, self._draw_full)
 
     def _share(self, hidden: Tensor, slots: Tensor, contexts: Tensor, draw: Draw) -> tuple[Tensor, ...]:
@@ -98,12 +100,15 @@ class KernelSampler:
 
     def _draw_full(self, logits: Tensor, slots: Tensor, contexts: Tensor) -> tuple[Tensor, ...]:
         rows = (logits, slots, contexts, self._table, self._edits.table, self._edits.tokens)
-        top_ids, top_values = self._editing.edit(*rows)
-        if self._rows.masks is not None:
-            apply_masks(logits, slots, self._table.flags, self._rows.masks)
-        token_ids, logprobs = self._kernels.draw(logits, slots, contexts, self._table)
+        top_ids, top_values = self._editing.edit(*rows, self._rows.masks)
+        token_ids, logprobs, kept, masses = self._kernels.draw_measured(logits, slots, contexts, self._table)
         self._editing.restore(*rows, (token_ids, logprobs))
-        return token_ids, logprobs, top_ids, top_values
+        # To the distribution of the kept tokens, which come first among the likeliest. A mass of 1 changes nothing.
+        shift = masses.log()
+        top_values.sub_(shift[:, None])
+        left_out = (self._nth >= kept[:, None]) & (kept > 0)[:, None]
+        top_values.masked_fill_(left_out, torch.finfo(torch.float32).min)
+        return token_ids, logprobs.sub_(shift), top_ids, top_values, kept, masses
 
     def _mark_drawn(self, slots: Tensor, token_ids: Tensor) -> None:
         """Marks tokens as seen that other ranks drew, since any rank may draw for a slot the next time.
@@ -126,10 +131,11 @@ class KernelSampler:
         token_ids, logprobs, *found = outputs
         tops: tuple[TopLogprobs, ...] = ()
         if needs.top is not None:
-            ids, values = (part if needs.top.at is None else part.index_select(0, needs.top.at) for part in found)
+            ids, values = (part if needs.top.at is None else part.index_select(0, needs.top.at) for part in found[:2])
             most = needs.top.most
             tops = (TopLogprobs(needs.top.rows, needs.top.counts, ids[:, :most], values[:, :most]),)
-        return Draws(token_ids, logprobs if needs.wants_logprobs else None, tops)
+        kept, masses = found[2:] if needs.wants_kept else (None, None)
+        return Draws(token_ids, logprobs if needs.wants_logprobs else None, tops, kept, masses)
 
     def sample(self, hidden: Tensor, slots: Int32, lengths: Int64, slots_at: Tensor, lengths_at: Tensor) -> Draws:
         needs = self._routes.find(slots, lengths)
@@ -146,6 +152,15 @@ class KernelSampler:
         if part.chosen is not None:
             assert draws.chosen is not None
             draws.chosen.index_copy_(0, at, part.chosen)
+        if part.kept is not None:
+            assert part.masses is not None
+            if draws.kept is None:
+                kept = torch.zeros(len(slots), dtype=torch.int32, device=hidden.device)
+                draws = replace(draws, kept=kept, masses=torch.ones_like(kept, dtype=torch.float32))
+            assert draws.kept is not None
+            assert draws.masses is not None
+            draws.kept.index_copy_(0, at, part.kept)
+            draws.masses.index_copy_(0, at, part.masses)
         tops = (replace(top, rows=rows[top.rows]) for top in part.tops)
         return replace(draws, tops=(*draws.tops, *tops))
 
@@ -171,7 +186,8 @@ def try_editing(vocab_size: int, page_size: int, dtype: torch.dtype, device: tor
     """Compiles the kernels that edit logits of this type, for one row without edits. They are the same for any rows."""
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     history = torch.zeros(1, page_size, dtype=torch.int32, device=device)
-    kernels = EditKernels(SamplingKernels(vocab_size, 1, device), page_size, device)
+    drawing = SamplingKernels(vocab_size, 1, device)
+    kernels = EditKernels(drawing, page_size, device)
     rows = (
         torch.zeros(1, vocab_size, dtype=dtype, device=device),
         slots,
@@ -180,17 +196,18 @@ def try_editing(vocab_size: int, page_size: int, dtype: torch.dtype, device: tor
         _make_edit_table(1, device)[1],
         RowTokens(history, history),
     )
-    kernels.edit(*rows)
-    masks = torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32, device=device)
-    apply_masks(rows[0], slots, rows[3].flags, masks)
-    kernels.restore(*rows, (slots, torch.zeros(1, dtype=torch.float32, device=device)))
+    kernels.edit(*rows, torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32, device=device))
+    token_ids, logprobs, *_ = drawing.draw_measured(*rows[:4])
+    kernels.restore(*rows, (token_ids, logprobs))
 
 
-def _needs_raw(params: Params) -> Bool:
-    """Tells which rows' log-probs need a pass before edits."""
-    edited = (params["flags"] & _EDITED) != 0
-    needed: Bool = (params["num_logprobs"] > 0) | ((params["num_logprobs"] == 0) & edited)
-    return needed
+def _find_passes(params: Params) -> Int32:
+    """Finds the kernels' own flags: which rows' log-probs need a pass before edits, or one after edits."""
+    flags, num_logprobs = params["flags"], params["num_logprobs"]
+    scaled = (flags & Flag.SCALED) != 0
+    raw = ~scaled & ((num_logprobs > 0) | ((num_logprobs == 0) & ((flags & _EDITED) != 0)))
+    passes: Int32 = RAW.value * raw + TOP.value * (scaled & (num_logprobs > 0))
+    return passes
 
 
 def _make_seen_bits(prompt: RowPrompt, vocab_size: int) -> Int32:

@@ -40,13 +40,14 @@ class PartResults:
         self.places = places
         self.masked = masked
         self.tops = () if samples is None else samples.tops
+        self.has_kept = samples is not None and samples.kept is not None
         self._asked = asked
         tensors = [] if samples is None else samples.list_tensors()
         self._num_own = len(tensors)
         self._download = Download([*tensors, *_list_tensors(of_chunks)], stream)
 
     def collect(self) -> tuple[list[npt.NDArray[Any]], tuple[ChunkLogprobs, ...]]:
-        """Waits for token ids, log-probs, likeliest ids and theirs, as far as there are any; and prompts' log-probs."""
+        """Waits for what the part sampled, in the order of `Draws.list_tensors`, and for prompts' log-probs."""
         arrays = self._download.collect()
         own, of_chunks = arrays[: self._num_own], arrays[self._num_own :]
         return own, _cut_chunks(self._asked, *of_chunks) if of_chunks else ()
@@ -99,10 +100,12 @@ class LaunchedStep:
             return done
         chosen = [own[1] if len(own) > 1 else np.zeros(own[0].size, np.float32) for _, own in sampled]
         done = msgspec.structs.replace(done, logprobs=column(_put_in_order(chosen, places)))
+        if any(part.has_kept for part, _ in sampled):
+            done = _add_kept(done, sampled, places)
         tops = [
-            _read_top(part, top, *own[2 + 2 * number : 4 + 2 * number])
+            _read_top(part, top, *own[2 * number : 2 * number + 2])
             for part, own in sampled
-            for number, top in enumerate(part.tops)
+            for number, top in enumerate(part.tops, start=2 if part.has_kept else 1)
         ]
         return _add_top(done, tops) if tops else done
 
@@ -134,6 +137,17 @@ def _put_in_order(parts: Sequence[npt.NDArray[Any]], places: Sequence[Int64 | No
     for part, at in zip(parts, places, strict=True):
         ordered[at] = part
     return ordered
+
+
+def _add_kept(
+    done: StepDone, sampled: Sequence[tuple[PartResults, list[npt.NDArray[Any]]]], places: Sequence[Int64 | None]
+) -> StepDone:
+    """Adds what filters keep; in parts that did not measure it, no row has filters."""
+    kept = [own[2] if part.has_kept else np.zeros(own[0].size, np.int32) for part, own in sampled]
+    masses = [own[3] if part.has_kept else np.ones(own[0].size, np.float32) for part, own in sampled]
+    return msgspec.structs.replace(
+        done, kept=column(_put_in_order(kept, places)), masses=column(_put_in_order(masses, places))
+    )
 
 
 def _list_tensors(logprobs: Logprobs | None) -> list[Tensor]:

@@ -24,7 +24,8 @@ class RowPrompt:
     """A prompt, shared by the rows admitted with its key. It lives as long as one of them or its key.
 
     token_ids: int32 [p]. num_prompt: how many leading ids are the user's. pages: int32, full pages that the rows share.
-    params: PARAMS [1]. end_ids, bias_ids, allowed_ids: int32, distinct ids of the vocabulary only. bias: float32.
+    params: PARAMS [1]. prompt_temperature: of log-probs of the prompt. end_ids, bias_ids, allowed_ids: int32, distinct
+    ids of the vocabulary only. bias: float32.
     """
 
     token_ids: Int32
@@ -32,6 +33,7 @@ class RowPrompt:
     pages: Int32
     params: Params
     num_prompt_logprobs: int
+    prompt_temperature: float
     end_ids: Int32
     bias_ids: Int32
     bias: Float32
@@ -52,6 +54,7 @@ def read_prompt(prompt: Prompt, vocab_size: int) -> RowPrompt:
         pages=as_i32(prompt.pages).copy(),
         params=make_params(sampling),
         num_prompt_logprobs=sampling.num_prompt_logprobs,
+        prompt_temperature=sampling.prompt_temperature,
         end_ids=np.unique(end_ids[(end_ids >= 0) & (end_ids < vocab_size)]),
         bias_ids=distinct,
         bias=np.bincount(places, as_f32(sampling.bias_values)[valid], distinct.size).astype(np.float32),

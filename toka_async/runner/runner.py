@@ -19,10 +19,10 @@ from toka_async.attention.base import PrefixGroup
 from toka_async.attention.build import BuiltAttention
 from toka_async.grammars.matchers import RowMatchers
 from toka_async.messages import Ready, Step, StepDone
+from toka_async.model.compiles import CompileCounter
 from toka_async.model.load_counter import LoadCounter
 from toka_async.model.sampling import sample
 from toka_async.runner.clock import StepClock, StepSpan
-from toka_async.runner.compiles import CompileCounter
 from toka_async.runner.copies import upload
 from toka_async.runner.inputs import (
     SampledTokens,

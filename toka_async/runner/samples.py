@@ -39,18 +39,26 @@ class Draws:
     """One draw for each of s rows, on the device.
 
     token_ids: int64 [s]. chosen: float32 [s], log-probs of the drawn tokens, any value for rows that do not ask; None
-    when no row asks. tops: the likeliest tokens of distinct rows, by who found them.
+    when no row asks. tops: the likeliest tokens of distinct rows, by who found them. kept, masses: int32 and float32
+    [s], tokens that a row's filters keep and their share of the distribution; 0 and 1 for rows that do not ask, or
+    without filters; None when no row with filters asks.
     """
 
     token_ids: Tensor
     chosen: Tensor | None = None
     tops: tuple[TopLogprobs, ...] = ()
+    kept: Tensor | None = None
+    masses: Tensor | None = None
 
     def list_tensors(self) -> list[Tensor]:
         """Lists the tensors that travel to the host."""
         tensors = [self.token_ids.to(torch.int32)]
         if self.chosen is not None:
             tensors.append(self.chosen)
+        if self.kept is not None:
+            assert self.chosen is not None
+            assert self.masses is not None
+            tensors += [self.kept, self.masses]
         for top in self.tops:
             assert self.chosen is not None
             tensors += [top.ids.to(torch.int32), top.values]
@@ -78,9 +86,16 @@ def make_draws(token_ids: Tensor, asked: Int64, num_top: Int32, logprobs: Logpro
     (rows,) = upload((asked,), token_ids.device)
     chosen = torch.zeros(len(token_ids), dtype=torch.float32, device=token_ids.device)
     chosen.index_copy_(0, rows, logprobs.chosen)
-    if not logprobs.top.shape[1]:
-        return Draws(token_ids, chosen)
-    return Draws(token_ids, chosen, (TopLogprobs(asked, num_top, logprobs.top_ids, logprobs.top),))
+    has_top = bool(logprobs.top.shape[1])
+    tops = (TopLogprobs(asked, num_top, logprobs.top_ids, logprobs.top),) if has_top else ()
+    if logprobs.kept is None:
+        return Draws(token_ids, chosen, tops)
+    assert logprobs.masses is not None
+    kept = torch.zeros(len(token_ids), dtype=torch.int32, device=token_ids.device)
+    masses = torch.ones_like(chosen)
+    kept.index_copy_(0, rows, logprobs.kept)
+    masses.index_copy_(0, rows, logprobs.masses)
+    return Draws(token_ids, chosen, tops, kept, masses)
 
 
 NO_ROWS: Int64 = np.empty(0, dtype=np.int64)

@@ -20,7 +20,7 @@ from toka_async.runner.rows import RowTables
 from toka_async.runner.samples import NO_ROWS
 
 _KNOWN = 64  # decisions that are remembered: as many as a step has micro-batches at most
-_TORCH, _FULL, _HELD, _LOGPROBS, _TOP = 1, 2, 4, 8, 16
+_TORCH, _FULL, _HELD, _LOGPROBS, _TOP, _KEPT = 1, 2, 4, 8, 16, 32
 _EDITED = Flag.MASKED | Flag.BIASED | Flag.COUNTED
 
 
@@ -28,7 +28,7 @@ class Route(StrEnum):
     """How the rows of a step are sampled."""
 
     PLAIN = "plain"  # by the kernels that only read logits
-    FULL = "full"  # by kernels that also edit logits and find likeliest tokens
+    FULL = "full"  # by kernels that also edit logits, find likeliest tokens and measure filters
     TORCH = "torch"  # some of them in plain torch
 
 
@@ -49,13 +49,15 @@ class TopRows:
 class SamplingNeeds:
     """What the rows of one draw need.
 
-    full: kernels edit logits or find likeliest tokens. by_torch: int64, the rows that plain torch samples.
-    wants_logprobs: any row does. top: None if kernels find no likeliest tokens.
+    full: kernels edit logits, find likeliest tokens or measure filters. by_torch: int64, the rows that plain torch
+    samples. wants_logprobs: any row does. wants_kept: kernels measure filters. top: None if kernels find no likeliest
+    tokens.
     """
 
     full: bool
     by_torch: Int64
     wants_logprobs: bool
+    wants_kept: bool
     top: TopRows | None
 
     @property
@@ -92,9 +94,11 @@ class SamplingRoutes:
         has_top = ~by_torch & (num_top > 0)
         held = ~by_torch & ((flags & Flag.MIN_TOKENS) != 0)
         logprobs = (flags & Flag.LOGPROBS) != 0
+        kept = ~by_torch & ((flags & Flag.KEPT) != 0)
         # Both routes compute log-probs, rounded differently: a row's route must not depend on what others need.
-        full = has_top | (~by_torch & ((flags & _EDITED) != 0)) | (held & logprobs)
-        self._bits[slots] = _TORCH * by_torch + _FULL * full + _HELD * held + _LOGPROBS * logprobs + _TOP * has_top
+        full = has_top | kept | (~by_torch & ((flags & _EDITED) != 0)) | (held & logprobs)
+        bits = _TORCH * by_torch + _FULL * full + _HELD * held + _LOGPROBS * logprobs + _TOP * has_top + _KEPT * kept
+        self._bits[slots] = bits
         self._held_until[slots] = np.where(held, rows.num_prompt[slots] + params["min_tokens"], 0)
         self._num_top[slots] = np.where(has_top, num_top, 0)
 
@@ -109,6 +113,7 @@ class SamplingRoutes:
             full=full,
             by_torch=np.flatnonzero(bits & _TORCH) if needed & _TORCH else NO_ROWS,
             wants_logprobs=bool(needed & _LOGPROBS),
+            wants_kept=bool(needed & _KEPT),
             top=self._find_top(slots) if needed & _TOP else None,
         )
 

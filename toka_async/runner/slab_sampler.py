@@ -15,10 +15,17 @@ from torch import Tensor
 from toka_async.arrays import Float32, Int32, Int64
 from toka_async.attention.copies import to_device
 from toka_async.model import penalties
-from toka_async.model.logprobs import Logprobs, concatenate, distribution, select_logprobs
+from toka_async.model.logprobs import (
+    Logprobs,
+    concatenate,
+    distribution,
+    keep_only_filtered,
+    select_logprobs,
+    take,
+)
 from toka_async.model.penalties import Penalties
 from toka_async.model.rng import Float64, draw_uniforms
-from toka_async.model.sampling import EDITS, Flag, Params, clean, sample
+from toka_async.model.sampling import EDITS, Flag, Params, clean, measure_filters, sample
 from toka_async.runner.copies import upload
 from toka_async.runner.rows import RowTables
 from toka_async.runner.samples import NO_ROWS, Draws, make_draws
@@ -76,16 +83,43 @@ class SlabSampler:
         """Samples some rows. Returns token ids int64, and the log-probs of those rows that ask."""
         logits = clean(self._head(hidden if part == slice(0, rows.slots.size) else hidden[part]))
         params = rows.params[part]
-        asked = np.flatnonzero(params["flags"] & Flag.LOGPROBS) if rows.needed & Flag.LOGPROBS else NO_ROWS
-        (asked_at,) = upload((asked,), logits.device)
-        raw = distribution(logits[asked_at]) if asked.size else None  # before any edit
+        flags = params["flags"]
+        asked = np.flatnonzero(flags & Flag.LOGPROBS) if rows.needed & Flag.LOGPROBS else NO_ROWS
+        of_model = asked[(flags[asked] & Flag.SCALED) == 0]
+        (model_at,) = upload((of_model,), logits.device)
+        raw = distribution(logits[model_at]) if of_model.size else None  # before any edit
         if rows.needed & EDITS:
             logits = logits.float()
             _edit(logits, self._rows, self._history, rows.slots[part], rows.lengths[part])
         tokens = self._draw(logits, params, rows.uniform[part])
-        if raw is None:
+        if not asked.size:
             return tokens, None
-        return tokens, select_logprobs(raw, tokens[asked_at], int(rows.params["num_logprobs"].max()))
+        parts = [] if raw is None else [select_logprobs(raw, tokens[model_at], params["num_logprobs"][of_model])]
+        places = [of_model]
+        for kept in (False, True) if rows.needed & Flag.SCALED else ():
+            own = asked[(flags[asked] & (Flag.SCALED | Flag.KEPT)) == (Flag.SCALED | Flag.KEPT * kept)]
+            if own.size:
+                parts.append(_measure(logits, tokens, params, own))
+                places.append(own)
+        logprobs = concatenate(parts)
+        if len(parts) > 1:
+            (order,) = upload((np.argsort(np.concatenate(places)),), logits.device)
+            logprobs = take(logprobs, order)
+        return tokens, logprobs
+
+
+def _measure(logits: Tensor, tokens: Tensor, params: Params, rows: Int64) -> Logprobs:
+    """Computes log-probs of tokens [s] in the distributions of `rows` [r], which are all filtered and kept, or none.
+
+    logits: [s, vocab], as the tokens were drawn from them.
+    """
+    own = params[rows]
+    (at,) = upload((rows,), logits.device)
+    logits, tokens = logits[at], tokens[at]
+    temperature = np.where(own["flags"] & Flag.RANDOM, own["temperature"], np.float32(1))
+    values = distribution(logits, to_device(temperature, logits.device))
+    logprobs = select_logprobs(values, tokens, own["num_logprobs"])
+    return keep_only_filtered(logprobs, *measure_filters(logits, own)) if own["flags"][0] & Flag.KEPT else logprobs
 
 
 def _edit(logits: Tensor, rows: RowTables, history: TokenHistory, slots: Int32, lengths: Int64) -> None:

@@ -14,8 +14,9 @@ from toka_async.messages import Reason
 from toka_async.scheduler.replies import Replies
 from toka_async.scheduler.sequences.requests import Request
 from toka_async.scheduler.sequences.running import RunningSet
+from toka_async.scheduler.sequences.token_log import TokenColumns
 
-NO_TOKENS: Int32 = np.empty(0, np.int32)
+NO_TOKENS = TokenColumns(np.empty(0, np.int32))
 
 
 def send_aborted(requests: Sequence[Request], running: RunningSet, replies: Replies) -> None:
@@ -34,12 +35,12 @@ def send_ends(seqs: Int32, reason: Reason, running: RunningSet, replies: Replies
     """Send that running sequences end now, with the tokens that they have. Streamed ones have sent theirs before."""
     streams = running.table.stream[seqs]
     if (whole := seqs[~streams]).size:
-        counts, tokens, logprobs = running.log.take(whole)
+        counts, columns = running.log.take(whole)
         reasons = np.full(whole.size, reason, np.int32)
-        replies.add_rows(whole, counts, tokens, logprobs, reasons, running.take_tops(whole))
+        replies.add_rows(whole, counts, columns, reasons, running.take_tops(whole))
     if (streamed := seqs[streams]).size:
         zeros, reasons = np.zeros(streamed.size, np.int32), np.full(streamed.size, reason, np.int32)
-        replies.add_rows(streamed, zeros, NO_TOKENS, np.empty(0, np.float32), reasons, {})
+        replies.add_rows(streamed, zeros, NO_TOKENS, reasons, {})
 
 
 def _send_waiting(request: Request, replies: Replies) -> int:

@@ -14,7 +14,6 @@ import numpy as np
 
 from toka_async.arrays import Float32, Int32, as_i32, as_i64
 from toka_async.control import (
-    DEFAULT_VERSION,
     RANK_ACTIONS,
     AbandonUpdate,
     Abort,
@@ -61,6 +60,7 @@ from toka_async.scheduler.results import ResultHandler
 from toka_async.scheduler.sequences.queues import PrefillQueue
 from toka_async.scheduler.sequences.requests import PrefillScores, PrefillTask, Request, Top
 from toka_async.scheduler.sequences.running import RunningSet
+from toka_async.scheduler.sequences.token_log import TokenColumns
 from toka_async.scheduler.statistics import StatsSource
 from toka_async.scheduler.step_budget import StepLimits
 from toka_async.scheduler.stop_masks import StopTable
@@ -107,7 +107,7 @@ class Core:
         self._queue = PrefillQueue()
         self._stops = StopTable(ready.vocab_size)
         self._running = RunningSet(ready, prefix)
-        self._replies = Replies(self._running.table)
+        self._replies = Replies(self._running.table, ready.vocab_size)
         self._preemption = Preemption(self._running, self._queue, self._requests)
         self._admission = admission(self._running)
         group_min_pages = max(1, -(-group_min_tokens // ready.page_size))
@@ -138,7 +138,6 @@ class Core:
         self._in_flight: deque[StepRecord] = deque()
         self._num_arrived = 0
         self._pauses = PauseState()
-        self.version = DEFAULT_VERSION  # name of the weights with which steps are computed
         self._orders = RankOrders(max(1, len(ready.ranks)))
         self._holds_steps = False  # because of these two
 
@@ -235,10 +234,10 @@ class Core:
             seq = int(seqs[0])
             length = np.asarray([message.num_tokens], np.int32)
             self._admission.observe_ends(seqs, length, np.zeros(1, np.bool_))
-            _, tokens, logprobs = self._running.log.take(seqs)
+            _, columns = self._running.log.take(seqs)
             tops = {seq: self._running.tops.pop(seq, [])[: message.num_tokens]}
             if not request.submit.stream:
-                self._send_end(seqs, tokens[: message.num_tokens], logprobs[: message.num_tokens], tops)
+                self._send_end(seqs, columns.cut(message.num_tokens), tops)
             self._results.end_seqs(seqs)
         elif not self._end_waiting(request, message):
             return
@@ -274,11 +273,11 @@ class Core:
             case ResetPrefixCache():
                 self._running.cache.begin_epoch()
             case CommitUpdate(version=version):
-                self.version = version
+                self._running.log.change_version(version)
                 self._running.cache.begin_epoch()  # what older weights computed is not for new prompts
                 self._pauses.end_update(failed=False)
             case SetVersion(version=version):
-                self.version = version
+                self._running.log.change_version(version)
             case AbandonUpdate():
                 self._pauses.end_update(failed=True)
         return 0
@@ -407,9 +406,9 @@ class Core:
 
     # ---- ends found by the server
 
-    def _send_end(self, seqs: Int32, tokens: Int32, logprobs: Float32, tops: dict[int, list[Top]]) -> None:
-        count, reason = np.asarray([tokens.size], np.int32), np.asarray([Reason.STOP_STRING], np.int32)
-        self._replies.add_rows(seqs, count, tokens, logprobs, reason, tops)
+    def _send_end(self, seqs: Int32, columns: TokenColumns, tops: dict[int, list[Top]]) -> None:
+        count, reason = np.asarray([columns.token_ids.size], np.int32), np.asarray([Reason.STOP_STRING], np.int32)
+        self._replies.add_rows(seqs, count, columns, reason, tops)
 
     def _end_waiting(self, request: Request, message: EndSample) -> bool:
         """End a preempted sample that waits in the queue; False if it has ended already."""

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
-from toka_async.arrays import EMPTY, Bool, Float32, Int32, column, i32_column
+from toka_async.arrays import EMPTY, Int32, column, i32_column
 from toka_async.messages import Failed, Prefilled, Prefills, Reason, StopChecks, Tokens, ToServer
 from toka_async.scheduler.sequences.requests import Generated, Request, Top
 from toka_async.scheduler.sequences.sequence_table import SequenceTable
-from toka_async.scheduler.sequences.token_log import TokenLog
+from toka_async.scheduler.sequences.token_log import TokenColumns, TokenLog
 
 MOST_REQUESTS = 2048  # in a message, which the server handles in one turn of its event loop
 
 
 class Replies:
-    def __init__(self, table: SequenceTable) -> None:
+    def __init__(self, table: SequenceTable, vocab_size: int) -> None:
         self._table = table
+        self._vocab_size = vocab_size
         self._messages: list[ToServer] = []
         self._prefilled: list[tuple[int, int]] = []  # requests and their cached tokens; sent before all else
 
@@ -40,25 +42,19 @@ class Replies:
         return messages
 
     def add_rows(
-        self,
-        seqs: Int32,
-        counts: Int32,
-        token_ids: Int32,
-        logprobs: Float32,
-        reasons: Int32,
-        tops: dict[int, list[Top]],
+        self, seqs: Int32, counts: Int32, columns: TokenColumns, reasons: Int32, tops: dict[int, list[Top]]
     ) -> None:
-        """Add rows of samples with `counts` tokens each, one row after the other in `token_ids` and `logprobs`.
+        """Add rows of samples with `counts` tokens each, one row after the other in `columns`.
 
         `tops` holds, for sequences that want them, one entry of likeliest tokens for each token.
         """
         if seqs.size <= MOST_REQUESTS:
-            self._add_tokens(seqs, counts, token_ids, logprobs, reasons, tops)
+            self._add_tokens(seqs, counts, columns, reasons, tops)
             return
         starts = np.concatenate([[0], np.cumsum(counts)])
         for first, last in pairwise([0, *self._find_cuts(seqs), seqs.size]):
             part, tokens = slice(first, last), slice(starts[first], starts[last])
-            self._add_tokens(seqs[part], counts[part], token_ids[tokens], logprobs[tokens], reasons[part], tops)
+            self._add_tokens(seqs[part], counts[part], columns.take(tokens, range(first, last)), reasons[part], tops)
 
     def _find_cuts(self, seqs: Int32) -> list[int]:
         """Where further messages begin, so that none has more than MOST_REQUESTS requests."""
@@ -67,35 +63,57 @@ class Replies:
         return cuts
 
     def _add_tokens(
-        self,
-        seqs: Int32,
-        counts: Int32,
-        token_ids: Int32,
-        logprobs: Float32,
-        reasons: Int32,
-        tops: dict[int, list[Top]],
+        self, seqs: Int32, counts: Int32, columns: TokenColumns, reasons: Int32, tops: dict[int, list[Top]]
     ) -> None:
         """Do the work of `add_rows` for at most MOST_REQUESTS requests."""
-        wanted = self._table.num_logprobs[seqs]
-        for num_logprobs in np.unique(wanted).tolist():
-            chosen = wanted == num_logprobs
-            whole = bool(chosen.all())
-            tokens: Bool | slice = slice(None) if whole else np.repeat(chosen, counts)
-            rows = seqs if whole else seqs[chosen]
+        table = self._table
+        wanted = 2 * table.num_logprobs[seqs] + table.wants_kept[seqs]
+        for each in np.unique(wanted).tolist():
+            chosen = wanted == each
+            rows, own = seqs, columns
+            if not chosen.all():
+                rows, own = seqs[chosen], columns.take(np.repeat(chosen, counts), np.flatnonzero(chosen).tolist())
+            num_logprobs, wants_kept = each >> 1, bool(each & 1)
             top = [entry for seq in rows.tolist() for entry in tops.get(seq, ())] if num_logprobs > 0 else []
             self._messages.append(
                 Tokens(
-                    request_ids=column(self._table.request[rows]),
-                    samples=column(self._table.sample[rows]),
+                    request_ids=column(table.request[rows]),
+                    samples=column(table.sample[rows]),
                     counts=column(counts[chosen]),
                     reasons=column(reasons[chosen]),
-                    token_ids=column(token_ids[tokens]),
-                    num_logprobs=num_logprobs,
-                    logprobs=column(logprobs[tokens]) if num_logprobs >= 0 else EMPTY,
-                    top_ids=column(np.concatenate([ids for ids, _ in top])) if top else EMPTY,
-                    top_logprobs=column(np.concatenate([values for _, values in top])) if top else EMPTY,
+                    **self._pack_tokens(own, num_logprobs, wants_kept, top),
                 )
             )
+
+    def _pack_tokens(
+        self, columns: TokenColumns, num_logprobs: int, wants_kept: bool, top: Sequence[Top]
+    ) -> dict[str, Any]:
+        """Make the fields of a Tokens message that say what its tokens are; `top`: of each token, if wanted."""
+        num = columns.token_ids.size
+        fields: dict[str, Any] = {
+            "token_ids": column(columns.token_ids),
+            "num_logprobs": num_logprobs,
+            "versions": (columns.version,),
+        }
+        if num_logprobs >= 0:
+            fields["logprobs"] = column(columns.logprobs if columns.logprobs.size else np.zeros(num, np.float32))
+        if wants_kept:
+            kept = columns.kept if columns.kept.size else np.zeros(num, np.int32)
+            filtered = kept > 0
+            fields["kept"] = column(np.where(filtered, kept, np.int32(self._vocab_size)))
+            fields["masses"] = column(columns.masses if columns.masses.size else np.ones(num, np.float32))
+        if top:
+            fields["top_ids"] = column(np.concatenate([ids for ids, _ in top]))
+            fields["top_logprobs"] = column(np.concatenate([values for _, values in top]))
+        if columns.spans:
+            numbers = {columns.version: 0}
+            spans = [
+                (row, end, numbers.setdefault(version, len(numbers)))
+                for row, of_row in columns.spans.items()
+                for end, version in of_row
+            ]
+            fields |= {"versions": tuple(numbers), "spans": column(np.asarray(spans, np.int32))}
+        return fields
 
     def add_ends(self, request: Request, samples: Int32, reason: Reason) -> None:
         zeros = np.zeros(samples.size, np.int32)
@@ -112,19 +130,15 @@ class Replies:
 
     def add_waiting_end(self, request: Request, sample: int, count: int, generated: Generated, reason: Reason) -> None:
         """End a preempted sample that waits, with the first `count` of its tokens."""
-        wanted = request.submit.sampling.num_logprobs
-        tops = (generated.tops or [])[:count] if wanted > 0 else []
+        sampling = request.submit.sampling
+        tops = (generated.tops or [])[:count] if sampling.num_logprobs > 0 else []
         self._messages.append(
             Tokens(
                 request_ids=i32_column([request.request_id]),
                 samples=i32_column([sample]),
                 counts=i32_column([count]),
                 reasons=i32_column([reason]),
-                token_ids=column(generated.tokens[:count]),
-                num_logprobs=wanted,
-                logprobs=column(generated.logprobs[:count]) if wanted >= 0 else EMPTY,
-                top_ids=column(np.concatenate([ids for ids, _ in tops])) if tops else EMPTY,
-                top_logprobs=column(np.concatenate([values for _, values in tops])) if tops else EMPTY,
+                **self._pack_tokens(generated.columns.cut(count), sampling.num_logprobs, sampling.wants_kept, tops),
             )
         )
 

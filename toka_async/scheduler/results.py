@@ -22,6 +22,7 @@ from toka_async.scheduler.output_pages import cache_outputs
 from toka_async.scheduler.replies import Replies
 from toka_async.scheduler.sequences.requests import Request
 from toka_async.scheduler.sequences.running import RunningSet
+from toka_async.scheduler.sequences.token_log import TokenColumns
 from toka_async.scheduler.statistics import StatsSource
 from toka_async.scheduler.stop_masks import StopTable
 
@@ -62,13 +63,23 @@ class ResultHandler:
         if not seqs.size:
             return
         logprobs = as_f32(done.logprobs)[alive] if done.logprobs else None
-        log.append(seqs, tokens, logprobs)
+        kept = as_i32(done.kept)[alive] if done.kept else None
+        masses = as_f32(done.masses)[alive] if done.kept else None
+        log.append(seqs, tokens, logprobs, kept, masses)
         self._take_tops(done, record)
         stopped = table.find_ended(seqs, tokens)
         full = (table.remaining[seqs] == 0) & (table.last_step[seqs] == record.step_id)
         reasons = np.where(stopped, np.int32(Reason.STOP), np.where(full, np.int32(Reason.LENGTH), np.int32(0)))
         self._check_stops(seqs, tokens, reasons == 0)
-        self._stream(seqs, tokens, logprobs, reasons.astype(np.int32))
+        no_floats: Float32 = np.empty(0, np.float32)
+        columns = TokenColumns(
+            tokens,
+            no_floats if logprobs is None else logprobs,
+            np.empty(0, np.int32) if kept is None else kept,
+            no_floats if masses is None else masses,
+            log.version,
+        )
+        self._stream(seqs, columns, reasons.astype(np.int32))
         self._finish(seqs[reasons != 0], reasons[reasons != 0].astype(np.int32), has_time)
 
     def _check_stops(self, seqs: Int32, tokens: Int32, running: Bool) -> None:
@@ -84,15 +95,15 @@ class ResultHandler:
             windows = [self._stops.window(row) for row in table.stop_row[hits].tolist()]
             self._replies.add_stop_checks(hits, windows, self._running.log)
 
-    def _stream(self, seqs: Int32, tokens: Int32, logprobs: Float32 | None, reasons: Int32) -> None:
+    def _stream(self, seqs: Int32, columns: TokenColumns, reasons: Int32) -> None:
         table = self._running.table
         chosen = table.stream[seqs]
         if not chosen.any():
             return
         seqs = seqs[chosen]
-        values = np.zeros(seqs.size, np.float32) if logprobs is None else logprobs[chosen]
         tops = self._running.take_tops(seqs)
-        self._replies.add_rows(seqs, np.ones(seqs.size, np.int32), tokens[chosen], values, reasons[chosen], tops)
+        counts = np.ones(seqs.size, np.int32)
+        self._replies.add_rows(seqs, counts, columns.take(chosen, ()), reasons[chosen], tops)
 
     def _finish(self, seqs: Int32, reasons: Int32, has_time: bool) -> None:
         """End sequences that reached their end; those that are not streamed are sent whole."""
@@ -106,9 +117,9 @@ class ResultHandler:
         if whole.any():
             rows = seqs[whole]
             scored = bool((table.num_logprobs[rows] >= 0).any())
-            counts, tokens, logprobs = self._running.log.take(rows, scored)
+            counts, columns = self._running.log.take(rows, scored)
             tops = self._running.take_tops(rows)
-            self._replies.add_rows(rows, counts, tokens, logprobs, reasons[whole], tops)
+            self._replies.add_rows(rows, counts, columns, reasons[whole], tops)
         requests = table.request[seqs]
         self.end_seqs(seqs)
         self.close_samples(requests)

@@ -11,6 +11,7 @@ from toka_async import __version__
 from toka_async.batches.store import Store
 from toka_async.checkpoint.generation import GenerationDefaults
 from toka_async.config import Config
+from toka_async.openai.generation import KINDS
 from toka_async.server.access.access_log import AccessLog
 from toka_async.server.access.errors import CLOSED, add_headers, answer_errors
 from toka_async.server.access.guard import GUARD, OPEN, Guard, add_cors_headers, check_sender
@@ -122,7 +123,7 @@ def create_service(
         served_name,
         tokenizer,
         chat_template,
-        make_defaults(defaults, ends),
+        make_defaults(defaults, ends, KINDS[config.model.logprobs_mode]),
         engine,
         executor,
         Accounts(config.limits, config.auth),

@@ -32,6 +32,7 @@ from toka_async.grammars.vocabulary import GrammarVocabulary
 from toka_async.messages import Ready
 from toka_async.model.activation_layout import LayoutPolicy
 from toka_async.model.cache_scales import read_cache_scales
+from toka_async.model.compiles import CompileCounter
 from toka_async.model.decoder import Decoder
 from toka_async.model.load_counter import make_load_counter
 from toka_async.model.matrices.blocked_ops import BlockedOps
@@ -40,7 +41,6 @@ from toka_async.model.ordered_sums import OrderedSums
 from toka_async.model.overlap import OverlappedShards
 from toka_async.model.sampling import sample, sample_alone
 from toka_async.model.weights import build_decoder, load_weights, random_weights, weight_files
-from toka_async.runner.compiles import CompileCounter
 from toka_async.runner.graphs import DENSE_ROWS
 from toka_async.runner.micro_batches import count_most_rows, count_most_tokens
 from toka_async.runner.pipeline import StageSetup

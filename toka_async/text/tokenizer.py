@@ -154,3 +154,9 @@ def _check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise TokenizerError(f"text is not valid Unicode: a lone surrogate at character {error.start}") from error
+
+
+def writes_spaces(tokenizer: Tokenizer) -> bool:
+    """Tells whether texts have spaces before special tokens."""
+    pieces = tokenizer.pieces
+    return any(pieces.rest[token_id].startswith(b" ") for token_id in pieces.special)

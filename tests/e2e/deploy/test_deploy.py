@@ -38,7 +38,8 @@ def load_all(*names: str) -> list[Any]:
 
 
 def manifests() -> list[dict[str, Any]]:
-    return load_all("kubernetes/deployment.yaml", "kubernetes/leader-worker-set.yaml", "kubernetes/inference-pool.yaml")
+    names = ("cache", "deployment", "leader-worker-set", "inference-pool")
+    return load_all(*(f"kubernetes/{name}.yaml" for name in names))
 
 
 def find_all(value: Any, key: str) -> Iterator[Any]:
@@ -122,6 +123,24 @@ def test_pods_end_after_the_server() -> None:
             ]
             if drain:
                 assert template["terminationGracePeriodSeconds"] > drain[0] + 10
+
+
+def test_all_pods_of_a_group_stay_until_its_requests_end() -> None:
+    """A worker computes for the leader's requests."""
+    (group,) = find_all(manifests(), "leaderWorkerTemplate")
+    of_leader, of_worker = (group[f"{kind}Template"]["spec"] for kind in ("leader", "worker"))
+    assert of_worker["terminationGracePeriodSeconds"] == of_leader["terminationGracePeriodSeconds"]
+
+
+def test_a_ray_job_mounts_what_its_comments_make() -> None:
+    text = (DEPLOY / "kubernetes/ray-job.yaml").read_text()
+    job, claim = load_all("kubernetes/ray-job.yaml")
+    (cache,) = load_all("kubernetes/cache.yaml")
+    claims = {cache["metadata"]["name"], claim["metadata"]["name"]}
+    assert {each["claimName"] for each in find_all(job, "persistentVolumeClaim")} == claims
+    assert {each["name"] for each in find_all(job, "configMap")} == {"toka-async-program"}
+    assert "kubectl create configmap toka-async-program" in text
+    assert "kubernetes/cache.yaml" in text
 
 
 def test_the_pool_and_the_services_select_the_pods() -> None:

@@ -6,7 +6,9 @@ The engine computes a row with the same bits in every batch, so what a pause cha
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -19,8 +21,10 @@ from torch import Tensor
 
 from tests.cases.models import heads, make_checkpoint
 from tests.drivers.engine import Engine
+from tests.drivers.until import until
 from tests.drivers.weight_updates import read_checkpoint
 from tests.processes.serving import Serving, free_port, serving
+from toka_async.bench.loads.served import list_children
 from toka_async.client import Client, CommandError, Result, Trainer
 from toka_async.control import Broadcast, GroupTransfer
 from toka_async.transfer.checksum import sum_tensors
@@ -201,15 +205,21 @@ async def test_new_weights_arrive_over_every_transport(served: Served) -> None:
         assert await greedy(client) == (expected[served.old], [0] * len(PROMPTS))
 
         group = await open_group(served, trainer)
-        running = asyncio.create_task(sample(client))
+        events = client.stream(PROMPTS[0], max_tokens=400, ignore_eos=True, text=False)
+        spans = list((await anext(events)).versions)
         await trainer.pause("keep")
         await trainer.begin_update()
         for name, tensor in tensors[served.new].items():  # one by one, as some trainers do
             await broadcast(trainer, group, {name: tensor})
+            assert (await trainer.state()).weight_version == "folder"
         await trainer.finish_update("group")
         assert (await trainer.state()).is_paused
         await trainer.resume()
-        assert {each.samples[0].finish_reason for each in await running} == {"length"}
+        spans += [span async for event in events for span in event.versions]
+        assert sum(span.end - span.start for span in spans) == 400
+        versions = [span.version for span in spans]
+        assert versions == sorted(versions)  # "folder" up to the pause, then "group"
+        assert set(versions) == {"folder", "group"}
         await trainer.reset_prefix_cache()
         assert (await greedy(client))[0] == expected[served.new]
         await trainer.close_transfer("weight_update_group")
@@ -307,3 +317,44 @@ async def test_updates_under_load(served: Served) -> None:
 async def test_fifty_updates_under_load_take_no_more_memory(served: Served) -> None:
     sizes = await check_many_updates(served, 50, 5)
     assert max(sizes) < 1.01 * sizes[0]
+
+
+@pytest.mark.slow
+async def test_nothing_waits_for_a_trainer_that_sends_nothing(served: Served) -> None:
+    tensors = read_checkpoint(served.new)
+    infos = [describe_tensor(*each) for each in tensors.items()]
+    async with trainer_of(served) as (client, trainer):
+        group = await open_group(served, trainer)
+        await trainer.begin_update()
+        with pytest.raises(CommandError, match="the broadcast from the trainer failed"):
+            await asyncio.wait_for(trainer.load(Broadcast(transfer="weight_update_group"), infos), TIMEOUT)
+        group.close()
+        state = await trainer.state()
+        assert (state.is_paused, state.is_torn, state.weight_version) == (True, False, "default")  # nothing has come
+        await trainer.update(tensors.items(), "right", BUCKET)
+        await trainer.resume()
+        assert (await greedy(client))[0] == greedy_of(served.new)
+
+
+async def test_a_replica_that_dies_answers_again_after_the_next_update(served: Served) -> None:
+    children = served.server.children
+    if "scheduler-1" not in children:
+        pytest.skip("needs replicas")
+    tensors = read_checkpoint(served.new)
+    async with trainer_of(served) as (client, trainer):
+        await trainer.update(tensors.items(), "new", BUCKET)
+        expected, _ = await greedy(client)
+        os.kill(children["rank-1-0"], signal.SIGKILL)
+        await until(lambda: served.server.get("/health")[0] == 503)
+        with suppress(CommandError):  # it may not have been noticed yet
+            await trainer.update(tensors.items(), "while it is away", BUCKET)
+            await trainer.resume()
+        await until(lambda: "waits for an update" in served.server.get("/health")[1])
+        for _ in range(2):
+            assert (await greedy(client))[0] == expected  # of the other replica
+        await trainer.update(tensors.items(), "again", BUCKET)
+        await until(lambda: served.server.get("/health")[0] == 200)
+        for _ in range(2):
+            await trainer.reset_prefix_cache()
+            assert (await greedy(client))[0] == expected
+        served.server.children = list_children(served.server.process.pid)

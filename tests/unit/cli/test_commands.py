@@ -179,4 +179,4 @@ def test_other_nodes_join(
 
 def test_a_node_that_does_not_know_its_place_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "node", "--leader", "a", "--size", "2")
-    assert (code, err) == (2, "toka-async: --index is missing; LWS_WORKER_INDEX and SLURM_NODEID are not set either\n")
+    assert (code, err) == (2, "toka-async: --index is missing; LWS_WORKER_INDEX, SLURM_NODEID are not set either\n")

@@ -8,9 +8,9 @@ import tokenizers
 
 import toka_async
 from toka_async.config import ModelConfig
-from toka_async.llm.model_texts import ModelTexts, writes_spaces
+from toka_async.llm.model_texts import ModelTexts
 from toka_async.llm.prompts import PlainPrompt
-from toka_async.text.tokenizer import Tokenizer
+from toka_async.text.tokenizer import Tokenizer, writes_spaces
 
 DEMO = Path(toka_async.__file__).parent / "demo"
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -99,6 +99,15 @@ def test_the_leader_learns_which_agent_is_gone(ends: Ends) -> None:
     assert ends.hear(4)[3][1] == Checked({}, problem="third")
 
 
+def test_what_another_version_says_does_not_end_the_leader(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
+    agent = ends.connect()
+    agent.socket.send(b"\x00")
+    agent.send(Checked({}))
+    ((_, message),) = ends.hear(1)
+    assert message == Checked({})
+    assert [line.partition(":")[0] for line in caplog.messages] == ["a node says what this version does not understand"]
+
+
 def has_broken(agent: LeaderLink) -> Callable[[], bool]:
     return agent.take_break
 

@@ -15,9 +15,16 @@ def test_options_say_which_machine_it_is() -> None:
     assert place.leader == "tcp://10.0.0.1:5000"
 
 
+STEP = SLURM | {"SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1"}
+
+
 @pytest.mark.parametrize(
     ("environment", "place"),
-    [(LWS, NodePlace("llama-0.llama.default", PORT, 1, 2)), (SLURM, NodePlace("gpu01", PORT, 4, 5))],
+    [
+        (LWS, NodePlace("llama-0.llama.default", PORT, 1, 2)),
+        (SLURM, NodePlace("gpu01", PORT, 4, 5)),
+        (STEP, NodePlace("gpu03", PORT, 1, 2)),
+    ],
 )
 def test_the_environment_says_what_options_do_not(environment: dict[str, str], place: NodePlace) -> None:
     assert find_place("", None, None, environment) == place
@@ -42,7 +49,7 @@ def test_the_leader_is_slurms_first_machine(nodes: str, first: str) -> None:
     ("leader", "index", "size", "environment", "message"),
     [
         ("", 0, 2, {}, "--leader: expected tcp://HOST:PORT; neither LWS_LEADER_ADDRESS nor SLURM_JOB_NODELIST is set"),
-        ("a", None, 2, {}, "--index is missing; LWS_WORKER_INDEX and SLURM_NODEID are not set either"),
+        ("a", None, 2, {}, "--index is missing; LWS_WORKER_INDEX, SLURM_NODEID are not set either"),
         ("a", 0, None, {}, "--size is missing"),
         ("a", 0, None, {"SLURM_NNODES": "two"}, "SLURM_NNODES: expected a number, got 'two'"),
         ("a", 2, 2, {}, "--index=2: expected 0 to 1, since --size=2"),

@@ -16,7 +16,7 @@ from tests.drivers.sampler_bench import PROMPT, VOCAB, Bench
 from tests.fakes.plain_kernels import PlainKernels
 from toka_async.arrays import f32_column, i32_column
 from toka_async.kernels.sampling.kernels import SamplingKernels
-from toka_async.messages import Prompt, TokenSampling
+from toka_async.messages import LogprobKind, Prompt, TokenSampling
 from toka_async.runner import kernel_sampler
 from toka_async.runner.rows import read_prompt
 from toka_async.runner.samples import Draws
@@ -31,12 +31,31 @@ FAST = {
     "repetition": (TokenSampling(temperature=0, repetition_penalty=3.0), TokenSampling(repetition_penalty=0.7)),
     "extremes": (TokenSampling(temperature=1e-5, top_p=1e-46), TokenSampling(repetition_penalty=0.01)),
     "log-probs": (TokenSampling(num_logprobs=0, temperature=0.5), GREEDY),
+    "temperature's log-probs": (
+        TokenSampling(num_logprobs=0, temperature=0.5, top_p=0.6, logprob_kind=LogprobKind.TEMPERATURE),
+        TokenSampling(num_logprobs=0, temperature=0, repetition_penalty=2, logprob_kind=LogprobKind.TEMPERATURE),
+        TokenSampling(num_logprobs=0, temperature=0.7, logprob_kind=LogprobKind.PROCESSED),  # without filters the same
+    ),
 }
 FULL = {
     "bias": TokenSampling(bias_ids=i32_column([5, VOCAB + 1]), bias_values=f32_column([50.0, 1.0])),
     "min_tokens": TokenSampling(temperature=0, min_tokens=9, end_ids=i32_column(range(60))),
     "counts": TokenSampling(temperature=0, presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=2.0),
     "likeliest": TokenSampling(num_logprobs=4, temperature=0.7),
+    "likeliest at a temperature": TokenSampling(
+        num_logprobs=4, temperature=0.7, repetition_penalty=2, logprob_kind=LogprobKind.TEMPERATURE
+    ),
+    "kept": TokenSampling(num_logprobs=0, temperature=0.8, top_k=7, top_p=0.9, logprob_kind=LogprobKind.PROCESSED),
+    "kept and likeliest": TokenSampling(
+        num_logprobs=20,
+        temperature=0.9,
+        top_k=6,
+        frequency_penalty=0.7,
+        repetition_penalty=0.8,
+        bias_ids=i32_column([3, 70]),
+        bias_values=f32_column([2.0, -1.0]),
+        logprob_kind=LogprobKind.PROCESSED,
+    ),
     "all": TokenSampling(
         num_logprobs=20,
         temperature=0.9,
@@ -52,6 +71,7 @@ FULL = {
 TORCH = {
     "allowed": TokenSampling(allowed_ids=i32_column([4, 44, 7, VOCAB + 1])),
     "many likeliest": TokenSampling(num_logprobs=21, presence_penalty=1.0),
+    "many kept": TokenSampling(num_logprobs=30, top_p=0.9, logprob_kind=LogprobKind.PROCESSED),
     "long list": TokenSampling(
         min_tokens=3, end_ids=i32_column(range(VOCAB)), bias_ids=i32_column(range(VOCAB)),
         bias_values=f32_column([0.1] * VOCAB), num_logprobs=3,
@@ -73,6 +93,11 @@ def check_equal(pair: tuple[Draws, Draws]) -> None:
     assert (by_kernels.chosen is None) == (by_torch.chosen is None)
     if by_kernels.chosen is not None and by_torch.chosen is not None:
         torch.testing.assert_close(by_kernels.chosen, by_torch.chosen, atol=1e-5, rtol=1e-5)
+    for name in ("kept", "masses"):
+        own, other = getattr(by_kernels, name), getattr(by_torch, name)
+        assert (own is None) == (other is None)
+        if own is not None:
+            torch.testing.assert_close(own, other, atol=1e-5, rtol=1e-5)
     tops, expected = likeliest(by_kernels), likeliest(by_torch)
     assert {row: [*top] for row, top in tops.items()} == {row: [*top] for row, top in expected.items()}
     for row, top in tops.items():

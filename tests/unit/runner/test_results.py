@@ -67,7 +67,7 @@ def test_likeliest_tokens_of_the_rows_that_ask_for_them(clock: StepClock) -> Non
 
 
 def chunk(slot: int, num_top: int, num_ids: int) -> AskedChunk:
-    return AskedChunk(slot, 10 * slot, num_top, 0, np.zeros(num_ids, dtype=np.int32))
+    return AskedChunk(slot, 10 * slot, num_top, 1.0, 0, np.zeros(num_ids, dtype=np.int32))
 
 
 @pytest.mark.parametrize("samples", [None, Draws(torch.tensor([4])), Draws(torch.tensor([4]), torch.zeros(1))])

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.drivers.page_rank import submit
 from tests.drivers.small_core import SmallCore, got, wanted
-from toka_async.control import AbandonUpdate, BeginUpdate, Checksum, CommitUpdate, ControlDone, PartSum, Resume, Sleep
+from toka_async.control import (
+    AbandonUpdate,
+    BeginUpdate,
+    Checksum,
+    CommitUpdate,
+    ControlDone,
+    PartSum,
+    Pause,
+    PauseMode,
+    Resume,
+    Sleep,
+)
 from toka_async.messages import Reason
 from toka_async.scheduler.rank_orders import RankOrders
 
@@ -37,10 +50,35 @@ def test_no_step_is_built_during_an_update_and_new_prompts_find_nothing_after_it
     late = core.submit(submit(1, PROMPT, max_tokens=2))
     assert not core.turn()
     core.control(CommitUpdate(version="v1"))
-    assert core.core.version == "v1"
+    assert core.core._running.log.version == "v1"
     core.drain()
     assert late.prefilled is not None
     assert late.prefilled.cached_tokens == 0
+
+
+@pytest.mark.parametrize("mode", ["keep", "retract"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_are_of_the_version_that_was_there_when_they_were_computed(mode: PauseMode, stream: bool) -> None:
+    core = SmallCore()
+    received = [core.submit(submit(i, [*PROMPT, i], max_tokens=12, stream=stream)) for i in range(2)]
+    for _ in range(4):
+        core.turn()
+    core.control(Pause(mode=mode))
+    while core.turn():
+        pass
+    core.control(BeginUpdate())
+    core.obey()
+    core.control(CommitUpdate(version="v1"))
+    core.control(Resume())
+    late = core.submit(submit(2, PROMPT, max_tokens=3))
+    core.drain()
+    for each in received:
+        (sample,) = each.samples
+        assert len(sample.versions) == len(sample.token_ids) == 12
+        before = sample.versions.count("default")
+        assert 0 < before < 12
+        assert sample.versions == ["default"] * before + ["v1"] * (12 - before)
+    assert late.samples[0].versions == ["v1"] * 3
 
 
 def test_a_failed_update_is_a_pause() -> None:

@@ -260,13 +260,13 @@ def draw_candidate(
     x = tl.load(values_at + index, mask=ids < vocab, other=-INF)
     keys = tl.where(ids < vocab, key_of(x), NO_KEY)
     weights = weigh(x, top, scale)
-    kept, decided = _find_kept(keys, weights, num_sure, num_sure == vocab, top, scale, total, top_p, min_p, top_k)
+    kept, decided = find_kept(keys, weights, num_sure, num_sure == vocab, top, scale, total, top_p, min_p, top_k)
     chosen, _ = invert(tl.where(kept, weights, 0.0).to(tl.float64), uniform)
     return tl.where(decided, tl.sum(tl.where(index == chosen, ids, 0), 0), -1)
 
 
 @triton.jit
-def _find_kept(keys, weights, num_sure, whole, top, scale, total, top_p, min_p, top_k):
+def find_kept(keys, weights, num_sure, whole, top, scale, total, top_p, min_p, top_k):
     """Returns which of the candidates [n] are kept, and whether the row keeps no others.
 
     num_sure: this many of the likeliest tokens are among them; whole: all tokens are. total: the row's weight.

@@ -21,18 +21,18 @@ from toka_async.kernels.sampling.row import (
     NUM_STATS,
     RANDOM,
     RAW_MAX,
-    RAW_SUM,
     REPETITION,
+    SCALED,
     SMALLEST,
     SUM,
     SUM_ABOVE,
     SUM_WITHIN,
     chunk_masses,
     chunk_stats,
-    clean,
     invert,
     random_bits,
     read_lines,
+    read_one,
     scale_of,
     uniform_of,
     weigh,
@@ -148,7 +148,19 @@ def draw(
     tl.store(proposals_at + row, tl.where(stands, -1, token))
     if stands:
         finish(
-            row, flags, logits_at, seen_at, stats_at, token, chosen_at, logprobs_at, num_chunks, padded_chunks, largest
+            row,
+            flags,
+            temperature,
+            repetition,
+            logits_at,
+            seen_at,
+            stats_at,
+            token,
+            chosen_at,
+            logprobs_at,
+            num_chunks,
+            padded_chunks,
+            largest,
         )
 
 
@@ -163,6 +175,8 @@ def _read_line(logits_at, seen_at, start, penalised, repetition, vocab: tl.const
 def finish(
     row,
     flags,
+    temperature,
+    repetition,
     logits_at,
     seen_at,
     stats_at,
@@ -177,7 +191,9 @@ def finish(
     tl.store(chosen_at + row, token.to(tl.int64))
     logprob = tl.zeros((), tl.float32)
     if (flags & LOGPROBS) != 0:
-        logprob = _find_logprob(logits_at, stats_at, token, num_chunks, padded_chunks, largest)
+        logprob = _find_logprob(
+            flags, temperature, repetition, logits_at, seen_at, stats_at, token, num_chunks, padded_chunks, largest
+        )
     tl.store(logprobs_at + row, logprob)
     if (flags & REPETITION) != 0:
         word_at = seen_at + token // 32
@@ -186,12 +202,29 @@ def finish(
 
 @triton.jit
 def _find_logprob(
-    logits_at, stats_at, token, num_chunks: tl.constexpr, padded_chunks: tl.constexpr, largest: tl.constexpr
+    flags,
+    temperature,
+    repetition,
+    logits_at,
+    seen_at,
+    stats_at,
+    token,
+    num_chunks: tl.constexpr,
+    padded_chunks: tl.constexpr,
+    largest: tl.constexpr,
 ):
-    """Returns a token's log-prob in the softmax of the raw logits; the smallest finite number for -inf or no token."""
-    maxima = chunk_stats(stats_at, RAW_MAX, -INF, num_chunks, padded_chunks)
+    """Returns a token's log-prob in the softmax of the raw logits, or after penalties and temperature, by the flags.
+
+    It is the smallest finite number for -inf or no token.
+    """
+    scaled = (flags & SCALED) != 0
+    of_draw = scaled & ((flags & RANDOM) != 0)  # the sums of the draw are those of the log-probs
+    stats_at += tl.where(of_draw, MAX, RAW_MAX) * num_chunks
+    maxima = chunk_stats(stats_at, 0, -INF, num_chunks, padded_chunks)
     top = tl.maximum(tl.max(maxima, 0), SMALLEST)
-    sums = chunk_stats(stats_at, RAW_SUM, 0.0, num_chunks, padded_chunks)
-    total = tl.sum(sums * weigh(maxima, top, LOG2E), 0)
-    x = clean(tl.load(logits_at + token).to(tl.float32), largest)
-    return tl.maximum(x - top - tl.log(tl.maximum(total, 1e-30)), SMALLEST)
+    sums = chunk_stats(stats_at, 1, 0.0, num_chunks, padded_chunks)
+    total = tl.sum(sums * weigh(maxima, top, tl.where(of_draw, scale_of(temperature), LOG2E)), 0)
+    x = read_one(logits_at, seen_at, token, scaled & ((flags & REPETITION) != 0), repetition, largest)
+    above = x - top
+    above = tl.where(of_draw, above / tl.maximum(temperature, 1e-30), above)
+    return tl.maximum(above - tl.log(tl.maximum(total, 1e-30)), SMALLEST)

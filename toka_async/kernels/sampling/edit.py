@@ -1,4 +1,4 @@
-"""Edits logits in place: bias, end tokens that are held back, and penalties that count the output's tokens.
+"""Edits logits in place: bias, end tokens that are held back, penalties that count the output's tokens, masks.
 
 An id's new value is computed once, in float32, and rounded once, to the logits' dtype. The other kernels then read the
 row as if it came so from the model. The order is that of `model.sampling`: bias, -inf for held ids, repetition,
@@ -23,7 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.sampling.kernels import RowTable, SamplingKernels
-from toka_async.kernels.sampling.raw import find_raw, restore
+from toka_async.kernels.sampling.mask import apply_masks
+from toka_async.kernels.sampling.raw import find_likeliest, restore
 from toka_async.kernels.sampling.row import (
     BIASED,
     COUNTED,
@@ -103,16 +104,25 @@ class EditKernels:
         self._sums = torch.zeros(max_rows, 2, dtype=torch.float32, device=device)
 
     def edit(
-        self, logits: Tensor, slots: Tensor, contexts: Tensor, table: RowTable, edits: EditTable, tokens: RowTokens
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        contexts: Tensor,
+        table: RowTable,
+        edits: EditTable,
+        tokens: RowTokens,
+        masks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Edits logits [s, vocab] in place, as the slots' flags ask for; `restore` must follow, after the draw.
 
         The arguments are those of `SamplingKernels.draw`. Slots that are edited are distinct. Clears the bits in
         `table.seen` of ids whose repetition penalty is applied here.
 
+        masks: of `apply_masks`; None: no row is flagged MASKED.
+
         Returns:
-            The likeliest token ids, int32 [s, NUM_TOP], and their raw log-probs, float32 [s, NUM_TOP]: as many of each
-            row as `edits.num_top` says.
+            The likeliest token ids, int32 [s, NUM_TOP], and their log-probs, float32 [s, NUM_TOP]: as many of each row
+            as `edits.num_top` says, raw ones for rows flagged RAW, and those after edits for rows flagged TOP.
         """
         num_rows = len(slots)
         top_ids = torch.empty(num_rows, NUM_TOP, dtype=torch.int32, device=logits.device)
@@ -120,30 +130,7 @@ class EditKernels:
         if not num_rows:
             return top_ids, top_values
         shape = self._shape(logits)
-        maxima, picks = self._workspace
-        num_lines = maxima.shape[1]
-        part_lines = min(_PART_LINES, triton.next_power_of_2(num_lines))
-        find_raw[(num_rows,)](
-            logits,
-            slots,
-            table.flags,
-            edits.num_top,
-            maxima,
-            picks,
-            self._sums,
-            top_ids,
-            top_values,
-            vocab=self._vocab,
-            num_lines=num_lines,
-            padded_lines=triton.next_power_of_2(num_lines),
-            part_lines=part_lines,
-            num_parts=triton.cdiv(num_lines, part_lines),
-            picks_stride=picks.stride(0),
-            num_top=NUM_TOP,
-            padded_top=triton.next_power_of_2(NUM_TOP),
-            num_warps=8,
-            **shape,
-        )
+        self._find_likeliest(logits, slots, table, edits, (top_ids, top_values), edited=False)
         edit[(min(self._num_programs, num_rows),)](
             logits,
             slots,
@@ -177,7 +164,50 @@ class EditKernels:
             enable_fp_fusion=False,  # rounds as plain torch does
             **shape,
         )
+        if masks is not None:
+            apply_masks(logits, slots, table.flags, masks)
+        self._find_likeliest(logits, slots, table, edits, (top_ids, top_values), edited=True)
         return top_ids, top_values
+
+    def _find_likeliest(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        table: RowTable,
+        edits: EditTable,
+        output: tuple[Tensor, Tensor],
+        *,
+        edited: bool,
+    ) -> None:
+        """Finds the likeliest tokens of rows that ask for them before the logits are edited, or after it."""
+        maxima, picks = self._workspace
+        num_lines = maxima.shape[1]
+        part_lines = min(_PART_LINES, triton.next_power_of_2(num_lines))
+        find_likeliest[(len(slots),)](
+            logits,
+            slots,
+            table.flags,
+            table.temperature,
+            table.repetition,
+            table.seen,
+            edits.num_top,
+            maxima,
+            picks,
+            self._sums,
+            *output,
+            edited=edited,
+            vocab=self._vocab,
+            seen_stride=table.seen.stride(0),
+            num_lines=num_lines,
+            padded_lines=triton.next_power_of_2(num_lines),
+            part_lines=part_lines,
+            num_parts=triton.cdiv(num_lines, part_lines),
+            picks_stride=picks.stride(0),
+            num_top=NUM_TOP,
+            padded_top=triton.next_power_of_2(NUM_TOP),
+            num_warps=8,
+            **self._shape(logits),
+        )
 
     def restore(
         self,

@@ -1,9 +1,10 @@
 """Samples many rows exactly on one GPU and reads the logits once.
 
-Six kernels: `pilot`, `chunk_sums` and `repair` (stats.py), `gather`, `draw` and `reject` (files of like
-names). Plain and greedy rows need the pass of `chunk_sums` and one line again. Filtered rows are settled by their
-likeliest tokens or, where the distribution is flat, by bounds that the pilot guessed; the few others pass over their
-row again. Nothing waits for the host or depends on its values: a CUDA graph can capture a draw.
+Six kernels draw: `pilot`, `chunk_sums` and `repair` (stats.py), `gather`, `draw` and `reject` (files of like names).
+Plain and greedy rows need the pass of `chunk_sums` and one line again. Filtered rows are settled by their likeliest
+tokens or, where the distribution is flat, by bounds that the pilot guessed; the few others pass over their row again.
+`measure` (kept.py) is for rows that ask what their filters keep. Nothing waits for the host or depends
+on its values: a CUDA graph can capture all of it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from toka_async.kernels.sampling.candidates import gather
 from toka_async.kernels.sampling.draw import draw
+from toka_async.kernels.sampling.kept import measure
 from toka_async.kernels.sampling.reject import reject
 from toka_async.kernels.sampling.row import LINE, NUM_STATS
 from toka_async.kernels.sampling.stats import chunk_sums, pilot, repair
@@ -33,8 +35,9 @@ class RowTable:
 
     temperature, top_p, min_p, repetition: float32 [num_slots]; 1, 0 and 1 turn the last three off. top_k, flags,
     num_prompt: int32 [num_slots]; top_k 0 is off; flags: 1 draws at random (else the row is greedy), 2 has a filter,
-    16 penalises repetition, 64 wants log-probs, others are for `EditKernels`; num_prompt: tokens of the prompt. seeds:
-    int64 [num_slots]. seen: int32 [num_slots, ceil(vocab / 32)], a bit for each token id of the prompt and the output,
+    16 penalises repetition, 64 wants log-probs, 512 wants them after penalties and temperature, 1024 those of what its
+    filters keep, others are for `EditKernels`; num_prompt: tokens of the prompt. seeds: int64 [num_slots].
+    seen: int32 [num_slots, ceil(vocab / 32)], a bit for each token id of the prompt and the output,
     lowest first; read and written for rows that penalise repetition only.
     """
 
@@ -103,8 +106,31 @@ class SamplingKernels:
                 contexts - num_prompt of the row's random stream (`model.rng`).
 
         Returns:
-            Token ids, int64 [s], and their raw log-probs, float32 [s], for rows that want them; 0 for others.
+            Token ids, int64 [s], and their log-probs, float32 [s], for rows that want them; 0 for others.
         """
+        return self._draw(logits, slots, contexts, table)
+
+    def draw_measured(
+        self, logits: Tensor, slots: Tensor, contexts: Tensor, table: RowTable
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Draws as `draw` does, and measures the filters of rows that ask for it.
+
+        Returns:
+            Token ids and log-probs before filters, as `draw` does; how many tokens the filters keep, int32 [s], and
+            their share of the distribution, float32 [s]: 0 and 1 for rows that do not ask.
+        """
+        kept = torch.empty(len(slots), dtype=torch.int32, device=logits.device)
+        masses = torch.empty(len(slots), dtype=torch.float32, device=logits.device)
+        return *self._draw(logits, slots, contexts, table, (kept, masses)), kept, masses
+
+    def _draw(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        contexts: Tensor,
+        table: RowTable,
+        measured: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
         num_rows = logits.shape[0]
         assert num_rows <= self.max_rows
         assert logits.shape[1] == self.vocab_size
@@ -116,8 +142,41 @@ class SamplingKernels:
         if num_rows:
             shape = self._shape(logits, table)
             self._pass_over(logits, slots, table, shape)
+            if measured is not None:
+                self._measure(logits, slots, table, measured, shape)
             self._choose(logits, slots, contexts, table, (token_ids, logprobs), shape)
         return token_ids, logprobs
+
+    def _measure(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        table: RowTable,
+        output: tuple[Tensor, Tensor],
+        shape: dict[str, int | float],
+    ) -> None:
+        measure[(len(slots),)](
+            logits,
+            slots,
+            table.flags,
+            table.temperature,
+            table.top_p,
+            table.min_p,
+            table.top_k,
+            table.repetition,
+            table.seen,
+            self._stats,
+            self._num_sure,
+            *self._candidates,
+            *output,
+            num_chunks=self._num_chunks,
+            padded_chunks=triton.next_power_of_2(self._num_chunks),
+            part_lines=self._part_lines,
+            num_parts=triton.cdiv(self._num_lines, self._part_lines),
+            num_candidates=self._num_candidates,
+            num_warps=8,
+            **shape,
+        )
 
     def _pass_over(self, logits: Tensor, slots: Tensor, table: RowTable, shape: dict[str, int | float]) -> None:
         """Computes the rows' sums, maxima and likeliest tokens."""

@@ -1,7 +1,7 @@
-"""Log-probs of the raw distribution for rows that are edited or ask for their likeliest tokens.
+"""Log-probs for rows that ask for their likeliest tokens, or for raw ones though they are edited.
 
-`find_raw` passes over such rows before edits. It finds the likeliest tokens in the lines of the largest maxima, as
-`gather` does. `restore` computes the drawn tokens' log-probs after the draw, from the logits before edits.
+`find_likeliest` passes over such rows, before or after edits. It finds the likeliest tokens in the lines of the largest
+maxima, as `gather` does. `restore` computes the drawn tokens' log-probs after the draw, from the logits before edits.
 """
 
 from __future__ import annotations
@@ -17,29 +17,38 @@ from toka_async.kernels.sampling.row import (
     LINE,
     LOG2E,
     NO_KEY,
+    RANDOM,
     RAW,
+    REPETITION,
     SMALLEST,
+    TOP,
     clean,
     key_of,
     read_lines,
     read_output,
+    scale_of,
     weigh,
 )
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_at"])
-def find_raw(
+def find_likeliest(
     logits_at,
     slots_at,
     flags_at,
+    temperature_at,
+    repetition_at,
+    seen_at,
     num_top_at,
     maxima_at,
     picks_at,
     sums_at,
     top_ids_at,
     top_values_at,
+    edited: tl.constexpr,
     vocab: tl.constexpr,
     stride: tl.constexpr,
+    seen_stride: tl.constexpr,
     num_lines: tl.constexpr,
     padded_lines: tl.constexpr,
     part_lines: tl.constexpr,
@@ -49,15 +58,26 @@ def find_raw(
     padded_top: tl.constexpr,
     largest: tl.constexpr,
 ):
-    """One program passes over a row flagged RAW.
+    """One program passes over a row flagged RAW, or TOP where the logits are `edited`.
 
+    Logits before edits are taken as they are, others after the repetition penalty and at the row's temperature.
     sums: float32 [row, 2], the largest logit and the logarithm of all weights relative to it. top_ids, top_values:
     int32 and float32 [row, num_top], likeliest first, ties by lowest id, and their log-probs; as many as the row asks
     for. maxima, picks: workspace.
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_at + row)
-    if (tl.load(flags_at + slot) & RAW) != 0:
+    flags = tl.load(flags_at + slot)
+    if (flags & (TOP if edited else RAW)) != 0:
+        penalised = (flags & REPETITION) != 0 if edited else False
+        repetition = tl.load(repetition_at + slot)
+        seen_at += slot * seen_stride
+        temperature = tl.full((), 1.0, tl.float32)
+        scale = tl.full((), LOG2E, tl.float32)
+        if edited:  # noqa: SIM102 - which is known when the kernel is built
+            if (flags & RANDOM) != 0:
+                temperature = tl.maximum(tl.load(temperature_at + slot), 1e-30)
+                scale = scale_of(temperature)
         logits_at += row * stride
         maxima_at += row * num_lines
         picks_at += row * picks_stride
@@ -65,14 +85,14 @@ def find_raw(
         sums = tl.zeros((part_lines,), tl.float32)
         for part in tl.range(0, num_parts, num_stages=3):
             line = part * part_lines + tl.arange(0, part_lines)
-            _, x = read_lines(logits_at, logits_at, line * LINE, False, 1.0, vocab, largest)
+            _, x = read_lines(logits_at, seen_at, line * LINE, penalised, repetition, vocab, largest)
             maxima = tl.max(x, axis=1)
             tl.store(maxima_at + line, maxima, mask=line < num_lines)
             higher = tl.maximum(tops, maxima)
-            sums = sums * weigh(tops, higher, LOG2E) + tl.sum(weigh(x, higher[:, None], LOG2E), axis=1)
+            sums = sums * weigh(tops, higher, scale) + tl.sum(weigh(x, higher[:, None], scale), axis=1)
             tops = higher
         top = tl.max(tops, 0)
-        total = tl.log(tl.maximum(tl.sum(sums * weigh(tops, top, LOG2E), 0), 1e-30))
+        total = tl.log(tl.maximum(tl.sum(sums * weigh(tops, top, scale), 0), 1e-30))
         tl.store(sums_at + row * 2, tl.maximum(top, SMALLEST))
         tl.store(sums_at + row * 2 + 1, total)
         num_asked = tl.minimum(tl.load(num_top_at + slot), vocab)
@@ -82,7 +102,7 @@ def find_raw(
             pick_lines(maxima_at, picks_at, num_picks, top, num_lines, padded_lines)
             pick = tl.arange(0, padded_top)
             starts = tl.load(picks_at + pick, mask=pick < num_picks, other=num_lines) * LINE
-            ids, x = read_lines(logits_at, logits_at, starts, False, 1.0, vocab, largest)
+            ids, x = read_lines(logits_at, seen_at, starts, penalised, repetition, vocab, largest)
             keys = tl.where(ids < vocab, key_of(x), NO_KEY)
             nth = tl.zeros((), tl.int32)
             while nth < num_asked:
@@ -90,14 +110,14 @@ def find_raw(
                 token = tl.min(tl.where(keys == best, ids, vocab))
                 value = tl.max(tl.where(ids == token, x, -INF))
                 tl.store(top_ids_at + row * num_top + nth, token)
-                tl.store(top_values_at + row * num_top + nth, _log_prob(value, top, total))
+                tl.store(top_values_at + row * num_top + nth, _log_prob(value, top, temperature, total))
                 keys = tl.where(ids == token, NO_KEY, keys)
                 nth += 1
 
 
 @triton.jit
-def _log_prob(x, top, total):
-    return tl.maximum(x - tl.maximum(top, SMALLEST) - total, SMALLEST)
+def _log_prob(x, top, temperature, total):
+    return tl.maximum((x - tl.maximum(top, SMALLEST)) / temperature - total, SMALLEST)
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["slots_at", "contexts_at"])
@@ -155,5 +175,5 @@ def restore(
                 if tl.max(found.to(tl.int32), 0) > 0:
                     x = tl.max(values, 0)
                 start += block
-        logprob = _log_prob(x, tl.load(sums_at + row * 2), tl.load(sums_at + row * 2 + 1))
+        logprob = _log_prob(x, tl.load(sums_at + row * 2), 1.0, tl.load(sums_at + row * 2 + 1))
         tl.store(logprobs_at + row, logprob)

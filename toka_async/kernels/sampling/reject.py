@@ -77,7 +77,8 @@ def reject(
         stats_at += row * (NUM_STATS * num_chunks)
         penalised = (flags & REPETITION) != 0
         repetition = tl.load(repetition_at + slot)
-        scale = scale_of(tl.load(temperature_at + slot))
+        temperature = tl.load(temperature_at + slot)
+        scale = scale_of(temperature)
         top_p = tl.load(top_p_at + slot)
         min_p = tl.load(min_p_at + slot)
         top_k = tl.load(top_k_at + slot)
@@ -89,7 +90,7 @@ def reject(
         most = tl.full((), vocab, tl.int32)
         if top_k > 0:
             token = most
-            least = _nth_largest(
+            least = nth_largest_logit(
                 logits_at, seen_at, penalised, repetition, top, top_k, vocab, part_lines, num_parts, largest
             )
             most = top_k
@@ -121,19 +122,31 @@ def reject(
                 number = tl.full((), _MOST_ROUNDS, tl.int32)
             else:
                 part, share = invert(masses, uniform_of(mix(bits + number.to(tl.uint64) * 0x9E3779B97F4A7C15)))
-                ids, x = _read_part(logits_at, seen_at, part, penalised, repetition, vocab, part_lines, largest)
+                ids, x = read_part(logits_at, seen_at, part, penalised, repetition, vocab, part_lines, largest)
                 weights = _keep_before(_weigh_allowed(x, top, scale, least, min_p), ids, x, token, value)
                 line, column = invert_lines(weights, share)
                 token = (part * part_lines + line) * LINE + column
                 value = tl.sum(tl.where(ids == token, x, 0.0))
         token = tl.minimum(token, vocab - 1)
         finish(
-            row, flags, logits_at, seen_at, stats_at, token, chosen_at, logprobs_at, num_chunks, padded_chunks, largest
+            row,
+            flags,
+            temperature,
+            repetition,
+            logits_at,
+            seen_at,
+            stats_at,
+            token,
+            chosen_at,
+            logprobs_at,
+            num_chunks,
+            padded_chunks,
+            largest,
         )
 
 
 @triton.jit
-def _read_part(
+def read_part(
     logits_at,
     seen_at,
     part,
@@ -179,7 +192,7 @@ def _judge(
     num_allowed = tl.zeros((part_lines, LINE), tl.int32)
     num_before = tl.zeros((part_lines, LINE), tl.int32)
     for part in tl.range(0, num_parts, num_stages=3):
-        ids, x = _read_part(logits_at, seen_at, part, penalised, repetition, vocab, part_lines, largest)
+        ids, x = read_part(logits_at, seen_at, part, penalised, repetition, vocab, part_lines, largest)
         allowed = _weigh_allowed(x, top, scale, least, min_p)
         before = _keep_before(allowed, ids, x, token, value)
         masses = tl.where(parts == part, tl.sum(before).to(tl.float64), masses)
@@ -212,7 +225,7 @@ def _keep_before(weights, ids, x, token, value):
 
 
 @triton.jit
-def _nth_largest(
+def nth_largest_logit(
     logits_at,
     seen_at,
     penalised,
@@ -233,7 +246,7 @@ def _nth_largest(
         bound = value_of(middle)
         reached = tl.zeros((part_lines, LINE), tl.int32)
         for part in range(num_parts):
-            _, x = _read_part(logits_at, seen_at, part, penalised, repetition, vocab, part_lines, largest)
+            _, x = read_part(logits_at, seen_at, part, penalised, repetition, vocab, part_lines, largest)
             reached += (x >= bound).to(tl.int32)
         count = tl.sum(reached)
         low = tl.where(count >= num, middle, low)

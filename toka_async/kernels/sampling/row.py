@@ -17,8 +17,11 @@ MIN_TOKENS = tl.constexpr(8)
 REPETITION = tl.constexpr(16)
 COUNTED = tl.constexpr(32)
 LOGPROBS = tl.constexpr(64)
+SCALED = tl.constexpr(512)
+KEPT = tl.constexpr(1024)
 MASKED = tl.constexpr(4096)
 RAW = tl.constexpr(256)  # of kernels alone: log-probs need a pass before edits
+TOP = tl.constexpr(2048)  # of kernels alone: the likeliest tokens are found after edits
 
 LINE = tl.constexpr(64)  # two words of seen bits
 SMALLEST = tl.constexpr(-3.4028234663852886e38)  # float32
@@ -34,8 +37,10 @@ MAX = tl.constexpr(0)
 SUM = tl.constexpr(1)  # weights relative to the chunk's largest logit
 SUM_ABOVE = tl.constexpr(2)  # the weights of logits >= the upper pilot bound
 SUM_WITHIN = tl.constexpr(3)  # the weights of logits >= the lower bound
-RAW_MAX = tl.constexpr(4)  # the largest logit before penalties
-RAW_SUM = tl.constexpr(5)  # weights before penalties and temperature
+# Of log-probs for which MAX and SUM will not do: before penalties, or after them where a row is SCALED.
+# They follow each other as MAX and SUM do.
+RAW_MAX = tl.constexpr(4)  # the largest logit
+RAW_SUM = tl.constexpr(5)  # weights before temperature
 NUM_STATS = tl.constexpr(6)
 
 

@@ -23,6 +23,7 @@ from toka_async.kernels.sampling.row import (
     RAW_MAX,
     RAW_SUM,
     REPETITION,
+    SCALED,
     SMALLEST,
     SUM,
     SUM_ABOVE,
@@ -203,7 +204,7 @@ def repair(
     if (flags & RANDOM) != 0:
         total = chunk_stats(row_stats_at, SUM, 0.0, num_chunks, padded_chunks)
         odd = odd | (total != total)
-    if (flags & LOGPROBS) != 0:
+    if ((flags & LOGPROBS) != 0) & (((flags & SCALED) == 0) | ((flags & RANDOM) == 0)):
         top = chunk_stats(row_stats_at, RAW_MAX, 0.0, num_chunks, padded_chunks)
         total = chunk_stats(row_stats_at, RAW_SUM, 0.0, num_chunks, padded_chunks)
         odd = odd | (top >= LARGEST) | (total != total)
@@ -268,17 +269,19 @@ def _sum_chunk(
     if cleaned:
         x = clean(x, largest)
     as_it_is = ((flags & RANDOM) != 0) & ((flags & REPETITION) == 0) & (temperature == 1.0)
-    if ((flags & LOGPROBS) != 0) & (as_it_is == 0):
-        raw_top = tl.max(x)
-        weights, correction = _weigh(x, raw_top, LOG2E)
-        tl.store(stats_at + RAW_MAX * num_chunks, raw_top)
-        tl.store(stats_at + RAW_SUM * num_chunks, tl.sum(weights) * correction)
+    # Log-probs after temperature need the sums of the draw, which a greedy row has not.
+    own_sums = ((flags & LOGPROBS) != 0) & (((flags & SCALED) == 0) | ((flags & RANDOM) == 0)) & (as_it_is == 0)
+    after_penalty = (flags & (SCALED | REPETITION)) == (SCALED | REPETITION)
+    if own_sums & (after_penalty == 0):
+        _store_raw(stats_at, x, num_chunks)
     if (flags & REPETITION) != 0:
         words_at = seen_at + slot * seen_stride + line * (LINE // 32)
         low = tl.load(words_at, mask=line * LINE < vocab, other=0)
         high = tl.load(words_at + 1, mask=line * LINE + 32 < vocab, other=0)
         words = tl.where(column < 32, low[:, None], high[:, None])
         x = penalise(x, (words >> (column & 31)) & 1, tl.load(repetition_at + slot))
+        if own_sums & after_penalty:
+            _store_raw(stats_at, x, num_chunks)
     if ((flags & FILTERED) != 0) | ((flags & RANDOM) == 0):
         maxima = tl.max(x, axis=1)
         top = tl.max(maxima, axis=0)
@@ -303,6 +306,14 @@ def _sum_chunk(
         if ((flags & LOGPROBS) != 0) & as_it_is:
             tl.store(stats_at + RAW_MAX * num_chunks, top)
             tl.store(stats_at + RAW_SUM * num_chunks, total)
+
+
+@triton.jit
+def _store_raw(stats_at, x, num_chunks: tl.constexpr):
+    top = tl.max(x)
+    weights, correction = _weigh(x, top, LOG2E)
+    tl.store(stats_at + RAW_MAX * num_chunks, top)
+    tl.store(stats_at + RAW_SUM * num_chunks, tl.sum(weights) * correction)
 
 
 @triton.jit

@@ -107,10 +107,9 @@ class Preemption:
             return  # it ended or was cancelled meanwhile
         seqs = np.asarray([seq], np.int32)
         sample = int(running.table.sample[seq])
-        _, tokens, logprobs = running.log.take(seqs)
-        generated = Generated(tokens, logprobs, self._running.tops.pop(seq, None), self.completed_at)
+        _, columns = running.log.take(seqs)
+        generated = Generated(columns, self._running.tops.pop(seq, None), self.completed_at)
         running.table.alive[seq] = False
         running.retire(seqs, self.completed)
-        self._queue.push(
-            PrefillTask(request, sample, np.concatenate([request.prompt, tokens]), generated, was_preempted=True)
-        )
+        tokens = np.concatenate([request.prompt, generated.tokens])
+        self._queue.push(PrefillTask(request, sample, tokens, generated, was_preempted=True))

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from toka_async.arrays import Float32, Int32, Int64
 from toka_async.messages import Submit
 from toka_async.scheduler.cache.prefix_tree import Node
+from toka_async.scheduler.sequences.token_log import TokenColumns
 
 Top = tuple[Int32, Float32]  # the likeliest ids at a place and their log-probs, both [k]
 
@@ -86,6 +87,7 @@ class Request:
             submit.stream,
             submit.n == 1,
             sampling.num_logprobs,
+            sampling.wants_kept,
             self.stop_row,
             sampling.min_tokens,
         )
@@ -95,10 +97,13 @@ class Request:
 class Generated:
     """Tokens of a preempted sequence, kept until it runs again. since: when the last token came."""
 
-    tokens: Int32
-    logprobs: Float32
+    columns: TokenColumns
     tops: list[Top] | None
     since: float = 0.0
+
+    @property
+    def tokens(self) -> Int32:
+        return self.columns.token_ids
 
 
 @dataclass(slots=True, eq=False)

@@ -134,7 +134,7 @@ class RunningSet:
 
     def _restore(self, seq: int, generated: Generated) -> None:
         self.table.remaining[seq] -= generated.tokens.size
-        self.log.restore(seq, generated.tokens, generated.logprobs)
+        self.log.restore(seq, generated.columns)
         if generated.tops:
             self.tops[seq] = list(generated.tops)
 

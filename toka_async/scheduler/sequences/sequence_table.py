@@ -56,6 +56,7 @@ class SequenceTable:
         self.stream: Bool = np.zeros(capacity, np.bool_)
         self.single: Bool = np.zeros(capacity, np.bool_)
         self.num_logprobs = np.full(capacity, -1, np.int32)
+        self.wants_kept: Bool = np.zeros(capacity, np.bool_)
         self.stop_row = np.full(capacity, -1, np.int32)
         self.min_tokens = np.zeros(capacity, np.int32)
         self.ends = np.full((capacity, NUM_ENDS), -1, np.int32)
@@ -97,6 +98,7 @@ class SequenceTable:
             self.stream,
             self.single,
             self.num_logprobs,
+            self.wants_kept,
             self.stop_row,
             self.min_tokens,
         )

@@ -112,19 +112,25 @@ class EngineControl:
 
         Raises ControlError, also when the engine is resumed before the pause is complete.
         """
+        if mode == "wait":  # computes on
+            self._check_whole()
         self.paused = mode
         await self._run_all(Pause(mode=mode), None if mode == "wait" else self._timeout)
 
     async def resume(self) -> None:
         """Goes on; nothing happens without a pause. Raises ControlError, also while weights are not whole."""
+        self._check_whole()
+        await self._run_all(Resume(), self._timeout)
+        self.paused = None
+
+    def _check_whole(self) -> None:
+        """Raises ControlError where nothing may be computed."""
         if self.is_updating:
             raise ControlError("an update of the weights is open: finish or abandon it first")
         if self.is_torn:
             raise ControlError("an update has failed and left weights of two versions: update all of them first")
         if self.is_asleep:
             raise ControlError("the engine sleeps: wake it first")
-        await self._run_all(Resume(), self._timeout)
-        self.paused = None
 
     async def abort(self, names: Iterable[str] | None = None, others: Iterable[Named] = ()) -> int:
         """Ends requests with `Reason.ABORT` and the tokens that they have, also those that have not begun.
@@ -233,6 +239,8 @@ class EngineControl:
             self.weight_version = version
             self.is_updating = self.is_torn = False
             self._num_updates += 1
+            for replica in set(range(len(self._replicas.replicas))) - set(self._members):
+                self._replicas.note_outdated(replica)
             if not self._is_partial:
                 self._replicas.note_current(self._members)
             self._replicas.forget_prompts()
@@ -294,9 +302,13 @@ class EngineControl:
 
     def _give_up(self) -> None:
         """The trainer has not gone on with the update for too long."""
-        if self.is_updating and not self._in_turn.locked():
-            logger.warning("the update of the weights was given up: nothing came for %g s", self._timeout)
-            self._abandon()
+        if not self.is_updating:
+            return
+        if self._in_turn.locked():  # something else is done meanwhile
+            self._watch = asyncio.get_running_loop().call_later(self._timeout, self._give_up)
+            return
+        logger.warning("the update of the weights was given up: nothing came for %g s", self._timeout)
+        self._abandon()
 
     def _stop_watch(self) -> None:
         if self._watch is not None:
@@ -398,7 +410,7 @@ class EngineControl:
 
     def _greet(self, replica: int) -> None:
         """A replica is back: it is paused like the others. Nobody waits for its answer."""
-        if self.is_paused or self.is_updating:
+        if self.is_paused:
             self._replicas.send(replica, Control(number=0, action=Pause(mode="keep")))
         if self.is_asleep:
             self._replicas.send(replica, Control(number=0, action=Sleep()))

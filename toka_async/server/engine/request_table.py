@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from toka_async.arrays import Bool, Float64, Int32, Int64, as_i32, column, i32_column
 from toka_async.messages import Cancels, EndSample, Prefilled, Prefills, Submits, Tokens
@@ -21,7 +22,8 @@ from toka_async.server.engine.metrics import Metrics
 from toka_async.server.engine.replicas import Replicas
 from toka_async.server.engine.request_columns import RequestColumns
 from toka_async.server.engine.request_group import timed_out
-from toka_async.server.engine.token_block import TokenBlock, read_rows
+from toka_async.server.engine.token_block import TokenBlock, read_rows, read_versions
+from toka_async.server.engine.weight_versions import WeightVersions
 from toka_async.server.limits.account import Account, Cost
 
 FREE = -1  # the id of a slot without a request
@@ -65,6 +67,7 @@ class RequestTable:
 
     Attributes:
         num_accounted: requests that count in their sink's account.
+        versions: of the weights that generated tokens.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class RequestTable:
         self._timer: asyncio.TimerHandle | None = None
         self._next_look = np.inf
         self.num_accounted = 0
+        self.versions = WeightVersions()
         self._ids: Int32 = np.full(size, FREE, np.int32)
         self._sinks: npt.NDArray[np.object_] = np.full(size, None, np.object_)
         self._sink_ids: Int64 = np.zeros(size, np.int64)  # id() of the sink, 0 where a slot is free
@@ -230,7 +234,7 @@ class RequestTable:
         is_known = self._ids[slots] == ids
         has_ended = is_known & (reasons != 0)
         over = self._end_samples(slots[has_ended]) if has_ended.any() else slots[:0]
-        rows: Int64 = np.empty((7, ids.size), np.int64)
+        rows: Int64 = np.empty((8, ids.size), np.int64)
         rows[0] = self._keys[slots]
         rows[1] = as_i32(message.samples)
         rows[2] = as_i32(message.counts)
@@ -238,7 +242,12 @@ class RequestTable:
         rows[4] = ids
         rows[5] = self._cached[slots]
         rows[6] = has_ended & (self._num_open[slots] == 0)
-        block = TokenBlock(rows, read_rows(message), message.num_logprobs)
+        numbers = self.versions.number_all(message.versions)
+        rows[7] = numbers[0]
+        tokens = read_rows(message)
+        if message.spans:
+            tokens = replace(tokens, versions=read_versions(message, numbers))
+        block = TokenBlock(rows, tokens, message.num_logprobs)
         if not is_known.all():
             known = np.flatnonzero(is_known)
             slots, block = slots[known], block.take(known)

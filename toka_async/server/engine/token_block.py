@@ -17,6 +17,7 @@ from toka_async.messages import Reason, Tokens
 
 REASONS = {int(reason): reason for reason in Reason}
 LONG_ROWS = 16  # tokens of a row from which on copying row by row is faster than token by token
+NO_INTEGERS: Int32 = np.empty(0, np.int32)
 NO_LOGPROBS = (np.empty(0, np.float32), np.empty((0, 0), np.int32), np.empty((0, 0), np.float32))
 
 
@@ -24,13 +25,18 @@ class TokenRows(msgspec.Struct, frozen=True, gc=False, eq=False):
     """Tokens one after the other.
 
     token_ids: [t]. logprobs: [t], or [0] when none were asked for. top_ids, top_logprobs: [t, k]; k may be 0, and
-    without log-probs they are [0, 0].
+    without log-probs they are [0, 0]. kept, masses: [t], how many tokens the filters kept and their share of the
+    distribution; [0] when not asked for. versions: [t], numbers of `WeightVersions`; [0] where nobody needs them for
+    each token.
     """
 
     token_ids: Int32
-    logprobs: Float32
-    top_ids: Int32
-    top_logprobs: Float32
+    logprobs: Float32 = NO_LOGPROBS[0]
+    top_ids: Int32 = NO_LOGPROBS[1]
+    top_logprobs: Float32 = NO_LOGPROBS[2]
+    kept: Int32 = NO_INTEGERS
+    masses: Float32 = NO_LOGPROBS[0]
+    versions: Int32 = NO_INTEGERS
 
     def part(self, start: int, end: int) -> TokenRows:
         """Tokens `start` to `end`."""
@@ -38,38 +44,41 @@ class TokenRows(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     def take(self, places: slice | npt.NDArray[Any]) -> TokenRows:
         """The tokens at some places, by slice, mask or index."""
+        versions = self.versions[places] if self.versions.size else self.versions
         if not self.logprobs.size:
-            return TokenRows(self.token_ids[places], *NO_LOGPROBS)
-        return TokenRows(self.token_ids[places], self.logprobs[places], self.top_ids[places], self.top_logprobs[places])
+            return TokenRows(self.token_ids[places], versions=versions)
+        scores = self.logprobs[places], self.top_ids[places], self.top_logprobs[places]
+        if not self.kept.size:
+            return TokenRows(self.token_ids[places], *scores, versions=versions)
+        return TokenRows(self.token_ids[places], *scores, self.kept[places], self.masses[places], versions)
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
 
-NO_ROWS = TokenRows(np.empty(0, np.int32), *NO_LOGPROBS)
+NO_ROWS = TokenRows(np.empty(0, np.int32))
 
 
 def concat_rows(parts: Sequence[TokenRows]) -> TokenRows:
-    """The parts one after the other; all have log-probs of the same width, or none."""
+    """The parts one after the other; all have the same columns, of the same width."""
     parts = [part for part in parts if len(part)]
     if len(parts) < 2:
         return parts[0] if parts else NO_ROWS
-    token_ids = np.concatenate([part.token_ids for part in parts])
-    if not parts[0].logprobs.size:
-        return TokenRows(token_ids, *NO_LOGPROBS)
-    return TokenRows(
-        token_ids,
-        np.concatenate([part.logprobs for part in parts]),
-        np.concatenate([part.top_ids for part in parts]),
-        np.concatenate([part.top_logprobs for part in parts]),
-    )
+    first = parts[0]
+
+    def join(name: str) -> npt.NDArray[Any]:
+        return np.concatenate([getattr(part, name) for part in parts])
+
+    scores = ("logprobs", "top_ids", "top_logprobs", *(("kept", "masses") if first.kept.size else ()))
+    names = (*(scores if first.logprobs.size else ()), *(("versions",) if first.versions.size else ()))
+    return TokenRows(token_ids=join("token_ids"), **{name: join(name) for name in names})
 
 
 class TokenBlock(msgspec.Struct, frozen=True, gc=False, eq=False):
     """New tokens of some samples, one row each.
 
-    rows: [7, r], keys, samples, counts, reasons, request ids, cached and is_last, each as below; one array, so that a
-    part of all of them is one slice. tokens: those of the rows, one row after the other. num_logprobs: see
+    rows: [8, r], keys, samples, counts, reasons, request ids, cached, is_last and versions, each as below; one array,
+    so that a part of all of them is one slice. tokens: those of the rows, one row after the other. num_logprobs: see
     TokenSampling.
     """
 
@@ -112,6 +121,18 @@ class TokenBlock(msgspec.Struct, frozen=True, gc=False, eq=False):
         """1 where a sample ends with the row and its request with the block, else 0, [r]."""
         return self._row(6)
 
+    @property
+    def versions(self) -> Int64:
+        """Numbers of the weights that generated the rows' tokens, as far as the tokens have none of their own, [r]."""
+        return self._row(7)
+
+    def with_versions(self) -> TokenBlock:
+        """The same, with the version of each token."""
+        if self.tokens.versions.size or not len(self.tokens):
+            return self
+        versions = np.repeat(self.versions.astype(np.int32), self.counts)
+        return TokenBlock(self.rows, msgspec.structs.replace(self.tokens, versions=versions), self.num_logprobs)
+
     def _row(self, number: int) -> Int64:
         values: Int64 = self.rows[number]
         return values
@@ -144,13 +165,35 @@ class TokenBlock(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 def read_rows(message: Tokens) -> TokenRows:
-    """The tokens of a message."""
+    """The tokens of a message, without versions."""
     token_ids = as_i32(message.token_ids)
     if message.num_logprobs < 0:
-        return TokenRows(token_ids, *NO_LOGPROBS)
+        return TokenRows(token_ids)
     shape = (token_ids.size, message.num_logprobs)
     top_ids, top_logprobs = as_i32(message.top_ids).reshape(shape), as_f32(message.top_logprobs).reshape(shape)
-    return TokenRows(token_ids, as_f32(message.logprobs), top_ids, top_logprobs)
+    return TokenRows(
+        token_ids, as_f32(message.logprobs), top_ids, top_logprobs, as_i32(message.kept), as_f32(message.masses)
+    )
+
+
+def read_versions(message: Tokens, numbers: Sequence[int]) -> Int32:
+    """The version of each token of a message; `numbers`: of its names."""
+    counts = as_i32(message.counts)
+    versions: Int32 = np.full(int(counts.sum()), numbers[0], np.int32)
+    starts = np.cumsum(counts) - counts
+    begins: dict[int, int] = {}
+    for row, end, number in as_i32(message.spans).reshape(-1, 3).tolist():
+        versions[starts[row] + begins.get(row, 0) : starts[row] + end] = numbers[number]
+        begins[row] = end
+    return versions
+
+
+def match_versions(blocks: Sequence[TokenBlock]) -> Sequence[TokenBlock]:
+    """The same blocks, with the version of each token unless all are of one."""
+    first = blocks[0].versions[:1]
+    if all(not block.tokens.versions.size and (block.versions == first).all() for block in blocks):
+        return blocks
+    return [block.with_versions() for block in blocks]
 
 
 def merge_blocks(blocks: Sequence[TokenBlock], n: int) -> TokenBlock:
@@ -160,6 +203,7 @@ def merge_blocks(blocks: Sequence[TokenBlock], n: int) -> TokenBlock:
     """
     if len(blocks) == 1 and is_sorted(blocks[0], n):
         return blocks[0]
+    blocks = match_versions(blocks)
     rows, tokens = np.concatenate([block.rows for block in blocks], 1), concat_rows([block.tokens for block in blocks])
     places = rows[0] * n + rows[1]
     order = np.argsort(places, kind="stable")
@@ -174,6 +218,7 @@ def join_sample(blocks: Sequence[TokenBlock]) -> TokenBlock:
     """Blocks of one and the same sample, a row each, as one row."""
     if len(blocks) == 1:
         return blocks[0]
+    blocks = match_versions(blocks)
     tokens, rows = concat_rows([block.tokens for block in blocks]), blocks[-1].rows.copy()
     rows[2] = len(tokens)
     return TokenBlock(rows, tokens, blocks[0].num_logprobs)

@@ -13,11 +13,22 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from toka_async.arrays import as_i32
 from toka_async.messages import Reason
-from toka_async.openai.responses import FinishReason, PromptTokensDetails, Usage
-from toka_async.server.generate.logprobs import packed_logprobs
+from toka_async.openai.generation import GenerationParams
+from toka_async.openai.responses import (
+    FinishReason,
+    PackedPrompt,
+    PackedTokens,
+    PromptTokensDetails,
+    Usage,
+    WeightSpan,
+)
+from toka_async.server.engine.token_block import TokenRows
+from toka_async.server.engine.weight_versions import list_spans
+from toka_async.server.generate.logprobs import pack_prompt, pack_tokens, packed_logprobs, prompt_rows
 from toka_async.server.generate.sample_text import Piece
-from toka_async.server.generate.service import Output, Run
+from toka_async.server.generate.service import Output, Run, Service
 
 FINISH: dict[Reason, FinishReason | None] = {
     Reason.NONE: None,
@@ -63,9 +74,9 @@ class AnswerHeader(msgspec.Struct, frozen=True):
     model: str
 
 
-def new_header(prefix: str, model: str) -> AnswerHeader:
-    """With an id of its own, e.g. `cmpl-…`."""
-    return AnswerHeader(f"{prefix}-{secrets.token_hex(16)}", int(time.time()), model)
+def new_header(prefix: str, model: str, request_id: str = "") -> AnswerHeader:
+    """With the client's id after the prefix, e.g. `cmpl-…`, or one of its own."""
+    return AnswerHeader(f"{prefix}-{request_id or secrets.token_hex(16)}", int(time.time()), model)
 
 
 def run_usage(run: Run, completion_tokens: int) -> Usage:
@@ -97,6 +108,37 @@ def fingerprint(run: Run, outputs: Sequence[Sequence[Output]]) -> str | UnsetTyp
         return UNSET
     rows = [output.rows for samples in outputs for output in samples]
     return packed_logprobs(rows, generation.sampling.num_logprobs)
+
+
+def wants_json_logprobs(generation: GenerationParams) -> bool:
+    """Whether samples have `logprobs`, rather than arrays or nothing."""
+    return generation.sampling.num_logprobs >= 0 and not (generation.pack_logprobs or generation.pack_columns)
+
+
+def weight_versions(service: Service, run: Run, rows: TokenRows, first: int = 0) -> list[WeightSpan] | UnsetType:
+    """`weight_versions` of tokens, of which there are `first` before them in the sample; only where it is asked for."""
+    if not run.generation.return_weight_versions:
+        return UNSET
+    names = service.engine.requests.versions.names
+    return [WeightSpan(names[number], first + start, first + end) for start, end, number in list_spans(rows.versions)]
+
+
+def packed_tokens(run: Run, rows: TokenRows) -> PackedTokens | UnsetType:
+    """`packed_logprobs` of tokens; only where it is asked for."""
+    num_top = run.generation.sampling.num_logprobs
+    return pack_tokens(rows, num_top) if run.generation.pack_columns and num_top >= 0 else UNSET
+
+
+def packed_prompt(run: Run, prompt: int) -> PackedPrompt | UnsetType | None:
+    """`packed_prompt_logprobs`, only where it is asked for; None if the prompt was not computed."""
+    generation, width = run.generation, run.generation.sampling.num_prompt_logprobs
+    if not generation.pack_columns or width < 0:
+        return UNSET
+    prefilled = run.prefilled(prompt)
+    if prefilled is None:
+        return None
+    num_top = generation.num_prompt_logprobs if generation.num_prompt_logprobs >= 0 else width
+    return pack_prompt(prompt_rows(run.prompts[prompt], prefilled, width), as_i32(prefilled.ranks), num_top)
 
 
 def num_kept(outputs: Sequence[Sequence[Output]]) -> int:

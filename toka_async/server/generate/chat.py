@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
 from msgspec import UNSET, Raw, UnsetType
 from msgspec.structs import replace
 
-from toka_async.arrays import as_i32
+from toka_async.arrays import Int32, as_i32
 from toka_async.messages import Reason
 from toka_async.openai.chat_messages import parse_messages
 from toka_async.openai.errors import bad_request
 from toka_async.openai.generation import chat_generation
+from toka_async.openai.prompts import parse_token_ids
 from toka_async.openai.requests import ChatRequest, TokenizeRequest
 from toka_async.openai.responses import (
     ChatChoice,
@@ -28,7 +30,19 @@ from toka_async.openai.responses import (
     Usage,
 )
 from toka_async.server.engine.token_block import TokenRows
-from toka_async.server.generate.answers import FINISH, AnswerHeader, fingerprint, new_header, num_kept, run_usage
+from toka_async.server.generate.answers import (
+    FINISH,
+    AnswerHeader,
+    fingerprint,
+    new_header,
+    num_kept,
+    packed_prompt,
+    packed_tokens,
+    run_usage,
+    wants_json_logprobs,
+    weight_versions,
+)
+from toka_async.server.generate.batching import SLICE
 from toka_async.server.generate.events import ENCODER
 from toka_async.server.generate.logprobs import chat_logprobs, prompt_logprobs, prompt_rows
 from toka_async.server.generate.sample_text import Piece
@@ -45,10 +59,17 @@ async def prepare_chat(service: Service, wire: ChatRequest) -> tuple[PreparedReq
     ready = service.engine.check_serving()
     generation = chat_generation(wire, service.limits_of(ready), service.defaults)
     limits = service.limits_of(ready, generation.n)
-    text = await service.render(wire_chat(wire))
-    prompts = await service.encode([text], wire.add_special_tokens, "messages", generation, limits)
-    prepared = await service.prepare(generation, prompts, "messages", limits)
-    return prepared, ChatAnswer(service, new_header("chatcmpl", service.name))
+    chat, param = wire_chat(wire), "messages"
+    given: str | Int32
+    if wire.prompt_token_ids is None:
+        given = await service.render(chat)
+    else:
+        param = "prompt_token_ids"
+        parse = partial(parse_token_ids, param=param)
+        given = await service.in_thread(parse, wire.prompt_token_ids, is_long=len(wire.prompt_token_ids) > SLICE)
+    prompts = await service.encode([given], wire.add_special_tokens, param, generation, limits)
+    prepared = await service.prepare(generation, prompts, param, limits)
+    return prepared, ChatAnswer(service, new_header("chatcmpl", service.name, generation.request_id))
 
 
 def wire_chat(wire: ChatRequest | TokenizeRequest) -> Chat:
@@ -99,6 +120,7 @@ class ChatAnswer:
             choices=[self.choice(run, index, output, in_choices[index // n]) for index, output in numbered],
             usage=run_usage(run, num_kept(outputs)),
             prompt_logprobs=self.prompt_logprobs(run),
+            packed_prompt_logprobs=packed_prompt(run, 0),
             prompt_token_ids=UNSET if self.of_many else prompt_ids[0],
             system_fingerprint=fingerprint(run, outputs),
         )
@@ -115,6 +137,8 @@ class ChatAnswer:
             stop_reason=output.stop,
             token_ids=output.rows.token_ids.tolist() if run.generation.return_token_ids else UNSET,
             prompt_token_ids=prompt_ids,
+            packed_logprobs=packed_tokens(run, output.rows),
+            weight_versions=weight_versions(self.service, run, output.rows),
         )
 
     def prompt_token_ids(self, run: Run, prompt: int) -> list[int] | UnsetType:
@@ -139,6 +163,8 @@ class ChatAnswer:
             finish_reason=FINISH[reason],
             stop_reason=stop,
             token_ids=piece.rows.token_ids.tolist() if run.generation.return_token_ids else UNSET,
+            packed_logprobs=packed_tokens(run, piece.rows),
+            weight_versions=weight_versions(self.service, run, piece.rows, piece.first),
         )
         return self.chat_chunk([choice], self.no_usage(run))
 
@@ -154,15 +180,17 @@ class ChatAnswer:
         return None if run.generation.include_usage else UNSET
 
     def logprobs(self, run: Run, rows: TokenRows) -> ChatLogprobs | None:
-        num_top = run.generation.sampling.num_logprobs
-        if num_top < 0 or run.generation.pack_logprobs:
+        if not wants_json_logprobs(run.generation):
             return None
-        return chat_logprobs(self.service.token_names[run.generation.name_token_ids], rows, num_top)
+        names = self.service.token_names[run.generation.name_token_ids]
+        return chat_logprobs(names, rows, run.generation.sampling.num_logprobs)
 
-    def prompt_logprobs(self, run: Run) -> PromptLogprobs | UnsetType:
+    def prompt_logprobs(self, run: Run) -> PromptLogprobs | UnsetType | None:
         num_top = run.generation.num_prompt_logprobs
-        if num_top < 0:
+        if num_top < 0 or run.generation.pack_columns:
             return UNSET
         prefilled = run.prefilled(0)
+        if prefilled is None:
+            return None
         rows = prompt_rows(run.prompts[0], prefilled, run.generation.sampling.num_prompt_logprobs)
         return prompt_logprobs(self.service.tokenizer, rows, as_i32(prefilled.ranks), num_top)

@@ -10,14 +10,25 @@ from msgspec.structs import replace
 
 from toka_async.arrays import as_i32
 from toka_async.config import LimitsConfig
-from toka_async.messages import Reason
+from toka_async.messages import Prefilled, Reason
 from toka_async.openai.errors import bad_request
 from toka_async.openai.generation import GenerationParams, completion_generation
 from toka_async.openai.prompts import Prompt, count_parts, parse_prompts
 from toka_async.openai.requests import CompletionRequest
 from toka_async.openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from toka_async.server.engine.token_block import TokenRows
-from toka_async.server.generate.answers import FINISH, AnswerHeader, fingerprint, new_header, num_kept, run_usage
+from toka_async.server.generate.answers import (
+    FINISH,
+    AnswerHeader,
+    fingerprint,
+    new_header,
+    num_kept,
+    packed_prompt,
+    packed_tokens,
+    run_usage,
+    wants_json_logprobs,
+    weight_versions,
+)
 from toka_async.server.generate.batching import SLICE, in_slices
 from toka_async.server.generate.events import ENCODER
 from toka_async.server.generate.logprobs import (
@@ -48,7 +59,7 @@ async def prepare_completion(service: Service, wire: CompletionRequest) -> tuple
     whole = prompts if generation.truncation else given
     echoed = [prompt_text(service, generation, each) async for each in in_slices(whole if generation.echo else [])]
     prepared = await service.prepare(generation, prompts, "prompt", limits, sum(map(len, echoed)))
-    return prepared, CompletionAnswer(service, echoed, new_header("cmpl", service.name))
+    return prepared, CompletionAnswer(service, echoed, new_header("cmpl", service.name, generation.request_id))
 
 
 def check_size(prompts: list[Prompt], generation: GenerationParams, config: LimitsConfig) -> None:
@@ -92,11 +103,12 @@ class CompletionAnswer:
         choices = []
         for prompt, samples in enumerate(outputs):
             echo = self.echo(run, prompt)
-            of_prompt = self.prompt_logprobs(run, prompt)
+            of_prompt, packed = self.prompt_logprobs(run, prompt), packed_prompt(run, prompt)
             logprobs = self.sample_logprobs(run, samples, echo)
             prompt_ids = self.prompt_token_ids(run, prompt)
             for sample, (output, own) in enumerate(zip(samples, logprobs, strict=True)):
-                choices.append(self.choice(run, prompt, sample, output, echo[0], own, of_prompt, prompt_ids))
+                choice = self.choice(run, prompt, sample, output, echo[0], own, of_prompt, prompt_ids)
+                choices.append(replace(choice, packed_prompt_logprobs=packed) if packed is not UNSET else choice)
         return replace(
             self.completion(choices, run_usage(run, num_kept(outputs))), system_fingerprint=fingerprint(run, outputs)
         )
@@ -109,7 +121,7 @@ class CompletionAnswer:
         output: Output,
         echo: str,
         logprobs: Raw | None,
-        of_prompt: Raw | UnsetType,
+        of_prompt: Raw | UnsetType | None,
         prompt_ids: list[int] | UnsetType,
     ) -> CompletionChoice:
         return CompletionChoice(
@@ -121,6 +133,8 @@ class CompletionAnswer:
             token_ids=output.rows.token_ids.tolist() if run.generation.return_token_ids else UNSET,
             prompt_logprobs=of_prompt,
             prompt_token_ids=prompt_ids,
+            packed_logprobs=packed_tokens(run, output.rows),
+            weight_versions=weight_versions(self.service, run, output.rows),
         )
 
     def prompt_token_ids(self, run: Run, prompt: int) -> list[int] | UnsetType:
@@ -128,7 +142,7 @@ class CompletionAnswer:
 
     def sample_logprobs(self, run: Run, samples: Sequence[Output], echo: Echo) -> Sequence[Raw | None]:
         """The log-probs of each sample of a prompt, an echoed prompt's before them."""
-        if run.generation.sampling.num_logprobs < 0 or run.generation.pack_logprobs:
+        if not wants_json_logprobs(run.generation):
             return [None] * len(samples)
         text, of_echo = echo
         lengths = self.service.token_lengths[run.generation.skip_special_tokens]
@@ -156,7 +170,7 @@ class CompletionAnswer:
         self, run: Run, prompt: int, sample: int, piece: Piece, reason: Reason, stop: str | int | None
     ) -> Completion:
         logprobs = None
-        if run.generation.sampling.num_logprobs >= 0:
+        if wants_json_logprobs(run.generation):
             start = len(self.echoed[prompt]) if run.generation.echo else 0
             logprobs = self.logprobs(run, piece.rows, [start + offset for offset in piece.offsets])
         choice = CompletionChoice(
@@ -166,6 +180,8 @@ class CompletionAnswer:
             finish_reason=FINISH[reason],
             stop_reason=stop,
             token_ids=piece.rows.token_ids.tolist() if run.generation.return_token_ids else UNSET,
+            packed_logprobs=packed_tokens(run, piece.rows),
+            weight_versions=weight_versions(self.service, run, piece.rows, piece.first),
         )
         return self.completion([choice], self.no_usage(run))
 
@@ -196,23 +212,24 @@ class CompletionAnswer:
 
     def made_echo(self, run: Run, prompt: int) -> Echo:
         text, num_top = self.echoed[prompt], run.generation.sampling.num_logprobs
-        if num_top < 0 or run.generation.pack_logprobs:
+        prefilled = run.prefilled(prompt)
+        if prefilled is None or not wants_json_logprobs(run.generation):
             return text, None
         ids = run.prompts[prompt].tolist()
         offsets = text_offsets(self.service.tokenizer, ids, run.generation.skip_special_tokens, False)
-        rows = self.prompt_rows(run, prompt)
+        rows = self.prompt_rows(run, prompt, prefilled)
         return text, json_lists(echoed_logprobs(self.names(run), ids[0], rows, offsets, num_top))
 
-    def prompt_logprobs(self, run: Run, prompt: int) -> Raw | UnsetType:
-        """As JSON: all choices of a prompt have the same."""
+    def prompt_logprobs(self, run: Run, prompt: int) -> Raw | UnsetType | None:
+        """As JSON: all choices of a prompt have the same. None if the prompt was not computed."""
         num_top = run.generation.num_prompt_logprobs
-        if num_top < 0:
+        if num_top < 0 or run.generation.pack_columns:
             return UNSET
-        ranks = as_i32(run.prefilled(prompt).ranks)
-        return Raw(
-            ENCODER.encode(prompt_logprobs(self.service.tokenizer, self.prompt_rows(run, prompt), ranks, num_top))
-        )
+        prefilled = run.prefilled(prompt)
+        if prefilled is None:
+            return None
+        rows, ranks = self.prompt_rows(run, prompt, prefilled), as_i32(prefilled.ranks)
+        return Raw(ENCODER.encode(prompt_logprobs(self.service.tokenizer, rows, ranks, num_top)))
 
-    def prompt_rows(self, run: Run, prompt: int) -> TokenRows:
-        num_top = run.generation.sampling.num_prompt_logprobs
-        return prompt_rows(run.prompts[prompt], run.prefilled(prompt), num_top)
+    def prompt_rows(self, run: Run, prompt: int, prefilled: Prefilled) -> TokenRows:
+        return prompt_rows(run.prompts[prompt], prefilled, run.generation.sampling.num_prompt_logprobs)

@@ -54,7 +54,9 @@ class StreamEvents:
         self._run = run
         self._answer = answer
         self._n = generation.n
-        self._wants_tokens = generation.return_token_ids or generation.sampling.num_logprobs >= 0
+        self._wants_versions = generation.return_weight_versions
+        wants_numbers = generation.sampling.num_logprobs >= 0
+        self._wants_tokens = generation.return_token_ids or wants_numbers or self._wants_versions
         self._is_plain = not (self._wants_tokens or generation.usage_in_chunks or generation.pad_chunks)
         self._samples = StreamedTexts(
             service.tokenizer, run.options, num_prompts, generation.n, service.engine.requests.end_sample
@@ -82,6 +84,7 @@ class StreamEvents:
     def take(self, block: TokenBlock) -> bytes:
         """The events of new tokens."""
         parts: list[bytes] = []
+        block = block.with_versions() if self._wants_versions else block
         if self._is_plain:
             self._add_texts(parts, block)
         else:

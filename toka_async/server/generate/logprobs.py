@@ -11,6 +11,7 @@ from itertools import accumulate
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from toka_async.arrays import Float32, Int32, as_f32, as_i32
 from toka_async.messages import Prefilled
@@ -18,6 +19,8 @@ from toka_async.openai.responses import (
     ChatLogprobs,
     CompletionLogprobs,
     PackedLogprobs,
+    PackedPrompt,
+    PackedTokens,
     PromptLogprob,
     PromptLogprobs,
     TokenLogprob,
@@ -213,6 +216,24 @@ def packed_logprobs(samples: Sequence[TokenRows], num_top: int) -> str:
         packed_topk_logprobs=None if tops is None else [base64_of(values) for _, values in tops],
     )
     return msgspec.json.encode(packed).decode()
+
+
+def pack_tokens(rows: TokenRows, num_top: int) -> PackedTokens:
+    """`packed_logprobs` of a sample, or of what is new of it; `num_top` of the likeliest tokens at each place."""
+    packed = PackedTokens(token_ids=base64_of(rows.token_ids), logprobs=base64_of(rows.logprobs), num_top=num_top)
+    if num_top:
+        ids, values = base64_of(rows.top_ids[:, :num_top]), base64_of(rows.top_logprobs[:, :num_top])
+        packed = replace(packed, top_ids=ids, top_logprobs=values)
+    return replace(packed, kept=base64_of(rows.kept), masses=base64_of(rows.masses)) if rows.kept.size else packed
+
+
+def pack_prompt(rows: TokenRows, ranks: Int32, num_top: int) -> PackedPrompt:
+    """`packed_prompt_logprobs`. rows: the prompt's tokens but the first. ranks: of these among all."""
+    packed = PackedPrompt(logprobs=base64_of(rows.logprobs), ranks=base64_of(ranks), num_top=num_top)
+    if not num_top:
+        return packed
+    ids, values = base64_of(rows.top_ids[:, :num_top]), base64_of(rows.top_logprobs[:, :num_top])
+    return replace(packed, top_ids=ids, top_logprobs=values)
 
 
 def base64_of(values: Float32 | Int32) -> str:

@@ -73,13 +73,14 @@ class Piece:
     """What a streamed sample's new tokens add.
 
     rows: the tokens, those after a stop string left out. offsets: where each begins in the sample's text, if that is
-    wanted. stop: the stop string that ends the sample here.
+    wanted. stop: the stop string that ends the sample here. first: how many tokens the sample had before.
     """
 
     text: str
     rows: TokenRows
     offsets: list[int]
     stop: str | None = None
+    first: int = 0
 
 
 class SampleStream:
@@ -109,27 +110,28 @@ class SampleStream:
 
     def push(self, rows: TokenRows, reason: Reason) -> Piece:
         """New tokens, and Reason.NONE or why these were the last."""
+        before = self.num_tokens
         if not self._options.needs_text:
             self.num_tokens += len(rows)
-            return Piece("", rows, [])
+            return Piece("", rows, [], first=before)
         ids = rows.token_ids[: self._options.num_text_tokens(rows, reason)].tolist()
         if self._filter is None and not self._options.offsets:
             self.num_tokens += len(rows)
             text = self._detokenizer.push(ids)
-            return Piece(text if reason is Reason.NONE else text + self._finish(), rows, [])
+            return Piece(text if reason is Reason.NONE else text + self._finish(), rows, [], first=before)
         texts: list[str] = []
         offsets: list[int] = []
         for token_id in ids:
             offsets.append(self._num_chars)
             texts.append(self._push_token(token_id))
             if self._filter is not None and self._filter.stopped:
-                return Piece("".join(texts), rows.part(0, len(offsets)), offsets, self._filter.string)
+                return Piece("".join(texts), rows.part(0, len(offsets)), offsets, self._filter.string, before)
         without_text = len(rows) - len(ids)
         self.num_tokens += without_text
         offsets += [self._num_chars] * without_text
         if reason is not Reason.NONE:
             texts.append(self._finish())
-        return Piece("".join(texts), rows, offsets)
+        return Piece("".join(texts), rows, offsets, first=before)
 
     def _push_token(self, token_id: int) -> str:
         """The text that may be sent now."""

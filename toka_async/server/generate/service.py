@@ -22,7 +22,7 @@ from toka_async.arrays import Int32
 from toka_async.checkpoint.generation import GenerationDefaults
 from toka_async.config import LimitsConfig
 from toka_async.logs import request_tokens
-from toka_async.messages import Prefilled, Ready, Reason
+from toka_async.messages import LogprobKind, Prefilled, Ready, Reason
 from toka_async.openai.answer_size import check_answer_size
 from toka_async.openai.errors import ApiError, bad_request, model_not_found
 from toka_async.openai.generation import (
@@ -51,7 +51,7 @@ from toka_async.server.limits.account import Account, Cost
 from toka_async.server.limits.accounts import Accounts
 from toka_async.text.chat import MAX_CHARS, ChatTemplate, ChatTemplateError, TemplateKwargsError
 from toka_async.text.stop import StopStrings
-from toka_async.text.tokenizer import Tokenizer
+from toka_async.text.tokenizer import Tokenizer, writes_spaces
 from toka_async.text.tokenizer_files import TokenizerError
 
 logger = logging.getLogger(__name__)
@@ -94,9 +94,9 @@ class Run:
     options: TextOptions
     group: RequestGroup
 
-    def prefilled(self, prompt: int) -> Prefilled:
-        """What the engine says of a prompt whose log-probs are wanted, once it is computed."""
-        return self.group.prefilled[prompt]
+    def prefilled(self, prompt: int) -> Prefilled | None:
+        """What the engine says of a prompt whose log-probs are wanted; None if it was aborted before."""
+        return self.group.prefilled.get(prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +131,7 @@ class Service:
     _render: Batcher[Chat, str] = field(init=False)
     _block_texts: BlockTexts = field(init=False)
     _stop_sets: StopSets = field(init=False)
+    _writes_spaces: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.json_texts = {skip: JsonTexts(self.tokenizer, skip) for skip in (False, True)}
@@ -141,6 +142,7 @@ class Service:
         self._render = Batcher(self._render_all, self.executor)
         self._block_texts = BlockTexts(self.tokenizer)
         self._stop_sets = StopSets(self.engine, self.tokenizer, self.executor)
+        self._writes_spaces = writes_spaces(self.tokenizer)
 
     def check_model(self, model: str | None) -> None:
         """Raises ApiError (404) when another model is asked for; none means this one."""
@@ -162,6 +164,7 @@ class Service:
             cache_tokens=(ready.num_pages - (n > 1)) * ready.page_size,
             vocab_size=ready.vocab_size,
             max_n=self.config.max_n,
+            max_logprobs=ready.vocab_size if self.config.max_logprobs < 0 else self.config.max_logprobs,
         )
 
     async def encode(
@@ -211,6 +214,9 @@ class Service:
             ApiError: 400, a prompt and its completion do not fit, the answer could be too large, or the grammar is no
                 good.
         """
+        if self._writes_spaces and not (generation.spaces_between_special_tokens or generation.skip_special_tokens):
+            name = "spaces_between_special_tokens"
+            raise bad_request(f"'{name}' is not supported (only true): this tokenizer writes spaces", param=name)
         await self.grammars.check(generation, limits.vocab_size)
         budgets = [
             token_budget(limits, len(prompt), generation.max_tokens, param) async for prompt in in_slices(prompts)
@@ -310,7 +316,8 @@ class Service:
             requests = request_columns(generation, prompts, request.budgets, stop_id, salt)
             group = RequestGroup(len(prompts), generation.n, generation.stream)
             watched = nullcontext() if stops is None else self._stop_sets.watched(group, options)
-            with noted(prompts, group), watched:
+            names: dict[str, int | None] = {generation.request_id: None} if generation.request_id else {}
+            with noted(prompts, group), watched, self.engine.control.named(names, group):
                 async with self.engine.running(requests, group, account.timeout, waited):
                     self.log_prompts(account, prompts)
                     yield Run(generation, prompts, options, group)
@@ -334,6 +341,7 @@ class Service:
     def _outputs(self, run: Run, block: TokenBlock) -> list[list[Output]]:
         """`block` has all samples, in order."""
         n, start, outputs = run.generation.n, 0, []
+        block = block.with_versions() if run.generation.return_weight_versions else block
         texts = self._block_texts.texts(block, run.options)
         for text, count, reason in zip(texts, block.counts.tolist(), block.reasons.tolist(), strict=True):
             rows = block.tokens.part(start, start + count)
@@ -420,10 +428,13 @@ def stop_token(generation: GenerationParams, rows: TokenRows, reason: Reason) ->
     return last if last in generation.stop_token_ids else None
 
 
-def make_defaults(model: GenerationDefaults, end_ids: Sequence[int]) -> Defaults:
+def make_defaults(
+    model: GenerationDefaults, end_ids: Sequence[int], logprob_kind: LogprobKind = LogprobKind.RAW
+) -> Defaults:
     """The model's own defaults, OpenAI's where it has no opinion. `end_ids` are taken where it names no end token."""
     given = {name: getattr(model, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
     return Defaults(
         **{name: value for name, value in given.items() if value is not None},
         end_ids=model.eos_token_ids or tuple(end_ids),
+        logprob_kind=logprob_kind,
     )

@@ -11,8 +11,9 @@ from msgspec import UNSET, Raw, UnsetType
 from msgspec.structs import replace
 
 from toka_async.messages import Reason
-from toka_async.openai.responses import Usage
+from toka_async.openai.responses import Usage, WeightSpan
 from toka_async.server.engine.token_block import TokenRows, concat_rows
+from toka_async.server.engine.weight_versions import list_spans
 from toka_async.server.generate.events import ENCODER
 from toka_async.server.generate.logprobs import likeliest, numbers, prompt_rows
 from toka_async.server.generate.sample_text import Piece
@@ -91,13 +92,16 @@ class SglangAnswer:
     ) -> SglangSample:
         finish = None if reason is Reason.NONE else finish_of(rows, reason, stop)
         wants_logs, num_top, ids = self.wish.logprobs, self.wish.num_top, run.prompts[prompt]
-        name = self.names[prompt]
+        name, engine = self.names[prompt], self.service.engine
+        names, control = engine.requests.versions.names, engine.control
         meta = SglangMeta(
             id=name if run.generation.n == 1 else f"{name}_{sample}",
             finish_reason=finish,
             prompt_tokens=len(ids),
             completion_tokens=len(rows),
             cached_tokens=int(run.group.num_cached[prompt]),
+            weight_version=names[int(rows.versions[-1])] if rows.versions.size else control.weight_version,
+            weight_versions=[WeightSpan(names[number], start, end) for start, end, number in list_spans(rows.versions)],
             e2e_latency=UNSET if finish is None else monotonic() - self.began,
             input_token_logprobs=of_prompt[0],
             output_token_logprobs=encode(self.chosen(rows)) if wants_logs else UNSET,
@@ -115,7 +119,7 @@ class SglangAnswer:
         if not self.wish.logprobs:
             return UNSET, UNSET
         start, num_top, ids = self.wish.start, self.wish.num_top, run.prompts[prompt]
-        prefilled = run.group.prefilled.get(prompt)
+        prefilled = run.prefilled(prompt)
         if prefilled is None or not 0 <= start < len(ids):  # none are wanted, or the prompt was not computed
             return Raw(b"[]"), Raw(b"[]") if num_top else UNSET
         rows = prompt_rows(ids, prefilled, num_top).part(start, len(ids) - 1)

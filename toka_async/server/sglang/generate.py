@@ -9,10 +9,12 @@ from functools import partial
 from time import monotonic
 
 from aiohttp import web
+from msgspec.structs import replace as replace_sampling
 
+from toka_async.messages import LogprobKind
 from toka_async.openai.answer_size import answer_bytes
 from toka_async.openai.errors import bad_request
-from toka_async.openai.generation import Defaults, GenerationParams, RequestLimits, build_generation
+from toka_async.openai.generation import Defaults, GenerationParams, RequestLimits, build_generation, count_logprobs
 from toka_async.openai.prompts import Prompt
 from toka_async.openai.requests import GenerationFields
 from toka_async.server.access.guard import account_of
@@ -130,13 +132,17 @@ def sglang_generation(
         ebnf=sampling.ebnf or None,
         stream=wire.stream,
         return_token_ids=True,
+        return_weight_versions=True,
         priority=-wire.priority,  # SGLang's higher ones come first
         cache_salt="\0".join(filter(None, (wire.cache_salt, wire.extra_key))) or None,
     )
-    num_logprobs = wish.num_top if wish.logprobs else -1
-    of_prompt = wish.num_top if wish.start >= 0 else -1
-    defaults = Defaults(end_ids=end_ids)
+    num_top = count_logprobs(wish.num_top, limits, "top_logprobs_num")
+    num_logprobs = num_top if wish.logprobs else -1
+    of_prompt = num_top if wish.start >= 0 else -1
+    # SGLang's log-probs of samples are those at their temperature; those of prompts are the model's.
+    defaults = Defaults(end_ids=end_ids, logprob_kind=LogprobKind.TEMPERATURE)
     made = build_generation(fields, limits, defaults, sampling.max_new_tokens, num_logprobs, of_prompt, False)
+    made = replace(made, sampling=replace_sampling(made.sampling, prompt_temperature=1.0))
     repeats_prompt = of_prompt >= 0 or wire.return_prompt_token_ids
     return replace(made, num_prompt_logprobs=of_prompt, num_prompt_copies=made.n if repeats_prompt else 1)
 

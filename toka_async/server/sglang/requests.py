@@ -14,9 +14,9 @@ from toka_async.openai.requests import (
     LEAST_REPETITION,
     MAX_COUNT,
     MAX_IDS,
+    MAX_LABEL,
     Bias,
     Count,
-    NumLogprobs,
     Penalty,
     Priority,
     Salt,
@@ -26,11 +26,11 @@ from toka_async.openai.requests import (
     WireRequest,
 )
 
-MAX_LABEL = 256  # characters of a request's id
 HOTTEST = 1000  # temperature
 
 Label = Annotated[str, Meta(min_length=1, max_length=MAX_LABEL)]
 Start = Annotated[int, Meta(ge=-1, le=MAX_COUNT)]
+NumTop = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Texts = Annotated[list[str], Meta(min_length=1)]
 # Token ids, or a list for each prompt.
 _ID = {"type": "integer", "minimum": 0, "maximum": MAX_COUNT}
@@ -119,7 +119,7 @@ class SglangRequest(WireRequest, frozen=True, kw_only=True):
     sampling_params: SglangSampling | list[SglangSampling] = SglangSampling()
     return_logprob: bool | list[bool] = False
     logprob_start_len: Start | list[Start] = -1
-    top_logprobs_num: NumLogprobs | list[NumLogprobs] = 0
+    top_logprobs_num: NumTop | list[NumTop] = 0
     return_text_in_logprobs: bool = False
     return_prompt_token_ids: bool = False
     stream: bool = False

@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from toka_async.openai.responses import WeightSpan
+
 LoggedToken = tuple[float | None, int, str | None]  # log-prob, token id, and the token's text where it is wanted
 LoggedTokens = list[LoggedToken]
 
@@ -24,7 +26,7 @@ class SglangMeta(msgspec.Struct, frozen=True, kw_only=True):
     """What is said of a sample. finish_reason: null while it streams.
 
     input_token_logprobs: of the prompt from `logprob_start_len` on; the first token has no log-prob. top log-probs: of
-    each token the likeliest ones.
+    each token the likeliest ones. weight_version: of the newest token.
     """
 
     id: str
@@ -32,6 +34,8 @@ class SglangMeta(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    weight_version: str
+    weight_versions: list[WeightSpan]
     e2e_latency: float | UnsetType = UNSET
     input_token_logprobs: LoggedTokens | msgspec.Raw | UnsetType = UNSET
     output_token_logprobs: LoggedTokens | msgspec.Raw | UnsetType = UNSET

@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from toka_async.openai.fields import UNSUPPORTED, Unsupported
 from toka_async.openai.requests import (
+    MAX_LABEL,
     Count,
     NumLogprobs,
     Priority,
@@ -21,8 +22,6 @@ from toka_async.openai.requests import (
     WireRequest,
 )
 
-MAX_LABEL = 256  # characters of a request's id
-
 
 class VllmSampling(SamplingFields, frozen=True, kw_only=True):
     """vLLM's SamplingParams. Here None means vLLM's default, whatever the model's own is.
@@ -31,7 +30,7 @@ class VllmSampling(SamplingFields, frozen=True, kw_only=True):
     """
 
     unsupported: ClassVar[Unsupported] = {
-        **{name: UNSUPPORTED[name] for name in ("bad_words", "logprob_token_ids", "spaces_between_special_tokens")},
+        **{name: UNSUPPORTED[name] for name in ("bad_words", "logprob_token_ids")},
         "extra_args": ({},),
         "thinking_token_budget": (-1,),
         "repetition_detection": (),

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from toka_async.openai.responses import FinishReason, PromptLogprobs, StopReason, Usage
+from toka_async.openai.responses import FinishReason, PromptLogprobs, StopReason, Usage, WeightSpan
 
 OutputMode = Literal["tokens", "text"]
 
@@ -50,6 +50,7 @@ class TokensChoice(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     logprobs: TokensLogprobs | msgspec.Raw | None  # Raw: the same, as JSON already
     text: str | UnsetType = UNSET
+    weight_versions: list[WeightSpan] | UnsetType = UNSET
 
 
 class GeneratedTokens(msgspec.Struct, frozen=True, kw_only=True):

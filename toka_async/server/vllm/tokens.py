@@ -16,13 +16,13 @@ from msgspec.structs import replace
 from toka_async.arrays import as_i32
 from toka_async.messages import Reason
 from toka_async.openai.errors import bad_request
-from toka_async.openai.generation import Defaults, GenerationParams, RequestLimits, build_generation
+from toka_async.openai.generation import Defaults, GenerationParams, RequestLimits, build_generation, count_logprobs
 from toka_async.openai.prompts import parse_token_ids
 from toka_async.openai.requests import GenerationFields, SamplingFields
 from toka_async.openai.responses import Usage
 from toka_async.server.access.guard import account_of
 from toka_async.server.engine.token_block import TokenRows
-from toka_async.server.generate.answers import FINISH, num_kept, run_usage
+from toka_async.server.generate.answers import FINISH, num_kept, run_usage, weight_versions
 from toka_async.server.generate.batching import SLICE
 from toka_async.server.generate.completions import check_counts
 from toka_async.server.generate.events import ENCODER
@@ -62,7 +62,7 @@ async def prepare_tokens(service: Service, wire: TokensRequest) -> tuple[Prepare
     """
     service.check_model(wire.model)
     ready = service.engine.check_serving()
-    generation = tokens_generation(wire, service.limits_of(ready), service.defaults.end_ids)
+    generation = tokens_generation(wire, service.limits_of(ready), service.defaults)
     limits = service.limits_of(ready, generation.n)
     check_counts(1, generation.n, service.config, PARAM)
     parse = partial(parse_token_ids, param=PARAM)
@@ -73,8 +73,8 @@ async def prepare_tokens(service: Service, wire: TokensRequest) -> tuple[Prepare
     return prepared, TokensAnswer(service, request_id, wire.output_mode, wire.return_token_ids)
 
 
-def tokens_generation(wire: TokensRequest, limits: RequestLimits, end_ids: tuple[int, ...]) -> GenerationParams:
-    """Raises ApiError (400), which names the field. Defaults are vLLM's; only the end tokens are the model's."""
+def tokens_generation(wire: TokensRequest, limits: RequestLimits, own: Defaults) -> GenerationParams:
+    """Raises ApiError (400), which names the field. Defaults are vLLM's, but end tokens and the kind of log-probs."""
     sampling, has_text = wire.sampling_params, wire.output_mode == "text"
     if not sampling.detokenize and (has_text or sampling.stop):
         what = "output_mode 'text'" if has_text else "'sampling_params.stop'"
@@ -86,9 +86,10 @@ def tokens_generation(wire: TokensRequest, limits: RequestLimits, end_ids: tuple
         return_token_ids=True,
         priority=wire.priority,
         cache_salt=wire.cache_salt,
+        return_weight_versions=True,
     )
-    num_logprobs = -1 if sampling.logprobs is None else sampling.logprobs
-    defaults = Defaults(end_ids=end_ids)
+    num_logprobs = count_logprobs(sampling.logprobs, limits, "sampling_params.logprobs")
+    defaults = Defaults(end_ids=own.end_ids, logprob_kind=own.logprob_kind)
     made = build_generation(fields, limits, defaults, sampling.max_tokens, num_logprobs, -1, False)
     return replace_params(made, has_text=has_text)
 
@@ -136,11 +137,12 @@ class TokensAnswer:
             token_ids=piece.rows.token_ids.tolist(),
             logprobs=logprobs,
             text=piece.text if has_text else UNSET,
+            weight_versions=weight_versions(self.service, run, piece.rows, piece.first),
         )
 
     def prompt_logprobs(self, run: Run) -> Raw | None:
         num_top = run.generation.num_prompt_logprobs
-        prefilled = run.group.prefilled.get(0)
+        prefilled = run.prefilled(0)
         if num_top < 0 or prefilled is None:  # none are wanted, or the prompt was not computed
             return None
         rows = prompt_rows(run.prompts[0], prefilled, num_top)

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from toka_async.arrays import Int32, Int64, as_f32, as_i32
-from toka_async.messages import Reason
+from toka_async.messages import Prefilled, Reason
 from toka_async.protocol import Columns, PromptLogprobs, ServerHeader
 from toka_async.server.engine.token_block import TokenBlock
 from toka_async.server.generate.events import MOST_TOKENS
@@ -67,8 +67,9 @@ class DirectAnswer:
     async def whole(self) -> None:
         """Waits for all samples."""
         (outputs,) = await self._service.outputs(self._run)
-        if self._run.generation.num_prompt_logprobs >= 0:
-            self._send_prompt()
+        prefilled = self._run.prefilled(0)
+        if prefilled is not None and self._run.generation.num_prompt_logprobs >= 0:
+            self._send_prompt(prefilled)
         columns = self._columns()
         for sample, output in enumerate(outputs):
             stop = self._stop_place(output.stop if isinstance(output.stop, str) else None)
@@ -87,7 +88,7 @@ class DirectAnswer:
     def _send_pieces(self, texts: StreamedTexts, block: TokenBlock) -> None:
         """What samples have new."""
         columns, num_rows = self._columns(), 0
-        for sample, piece, reason in texts.pieces(block):
+        for sample, piece, reason in texts.pieces(block.with_versions()):
             if reason is not Reason.NONE or len(piece.rows):
                 columns.add(sample, piece.rows, piece.text, reason, self._stop_place(piece.stop))
                 num_rows += 1
@@ -102,6 +103,7 @@ class DirectAnswer:
             self._key,
             num_cached,
             generation.sampling.num_logprobs,
+            self._service.engine.requests.versions.names,
             text=self._plan.text,
             stops=bool(generation.stops),
         )
@@ -109,8 +111,7 @@ class DirectAnswer:
     def _stop_place(self, stop: str | None) -> int:
         return -1 if stop is None else self._run.generation.stops.index(stop)
 
-    def _send_prompt(self) -> None:
-        prefilled = self._run.prefilled(0)
+    def _send_prompt(self, prefilled: Prefilled) -> None:
         columns: Columns = {
             "logprobs": as_f32(prefilled.logprobs),
             "ranks": as_i32(prefilled.ranks),

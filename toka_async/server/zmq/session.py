@@ -111,7 +111,10 @@ class Session:
         self._wake = wake
         self.most_bytes = most_bytes
         self._texts = texts
-        self._parts: tuple[dict[ServerHeader, list[MessagePiece]], ...] = ({}, {}, {})  # by their place in ORDER
+        # By their place in ORDER; the number is that of `_epoch`.
+        self._parts: tuple[dict[tuple[ServerHeader, int], list[MessagePiece]], ...] = ({}, {}, {})
+        self._versions: tuple[str, ...] = ()  # of the newest results
+        self._epoch = 0  # changes with these, so that no part gets ahead of one of other versions
         self._part_bytes = 0
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._encoding: set[int] = set()  # requests whose prompts are being tokenized
@@ -315,7 +318,7 @@ class Session:
 
     def on_tokens(self, block: TokenBlock) -> None:
         """See Sink: tokens of requests in columns."""
-        header, columns = block_columns(block)
+        header, columns = block_columns(block, self._service.engine.requests.versions.names)
         self.add(header, columns, block.keys, np.unique(block.keys[block.is_last != 0]).tolist())
 
     def on_prompt(self, key: int, prefilled: Prefilled) -> None:
@@ -348,7 +351,9 @@ class Session:
         for key in ended if self._tasks else ():
             self._tasks.pop(key, None)
         part = MessagePiece(header, columns, ids, ended, remember)
-        self._parts[ORDER[type(header)]].setdefault(header, []).append(part)
+        if isinstance(header, Results) and header.versions != self._versions:
+            self._versions, self._epoch = header.versions, self._epoch + 1
+        self._parts[ORDER[type(header)]].setdefault((header, self._epoch), []).append(part)
         self._part_bytes += part.num_bytes
         self.is_too_slow |= self._part_bytes + self.delivery.num_bytes > self.most_bytes
         self._wake(self)
@@ -365,8 +370,8 @@ class Session:
         messages = []
         for waiting in self._parts:
             while waiting and self.delivery.has_window:
-                header = next(iter(waiting))
-                parts = waiting.pop(header)
+                header, _ = first = next(iter(waiting))
+                parts = waiting.pop(first)
                 self._part_bytes -= sum(part.num_bytes for part in parts)
                 message = merged(header, parts)
                 self.delivery.add(message)

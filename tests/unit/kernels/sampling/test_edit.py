@@ -205,7 +205,7 @@ def check_logprobs(row: Row, logits: Tensor, token: int, logprob: float, top_ids
     """Those of the logits before edits."""
     num_top = max(row.sampling.num_logprobs, 0)
     raw = distribution(logits[None])
-    expected = select_logprobs(raw, torch.tensor([token]), num_top)
+    expected = select_logprobs(raw, torch.tensor([token]), np.asarray([num_top], np.int32))
     assert logprob == (pytest.approx(float(expected.chosen), abs=2e-6) if row.sampling.num_logprobs >= 0 else 0)
     assert torch.equal(raw[0, top_ids[:num_top].long()], expected.top[0])
     torch.testing.assert_close(top_values[:num_top], expected.top[0], atol=2e-6, rtol=2e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 from msgspec.structs import replace
@@ -141,8 +142,9 @@ async def test_a_failed_update_leaves_the_engine_paused_with_the_old_version(num
     second.control_error, second.num_written = "", 0
     assert control.is_torn == bool(num_written)
     if num_written:
-        with pytest.raises(ControlError, match="left weights of two versions"):
-            await control.resume()
+        for forbidden in (control.resume(), control.pause("wait")):
+            with pytest.raises(ControlError, match="left weights of two versions"):
+                await forbidden
         with pytest.raises(ControlError, match="update all of them, not some"):
             await control.begin_update(partial=True)
         await update(engine, "v2")
@@ -169,6 +171,34 @@ async def test_an_update_fails_with_the_replica_that_dies_and_that_one_waits_for
     await control.resume()
     assert (first.paused, second.paused) == (None, None)
     engine.check_whole()
+
+
+async def test_a_replica_that_was_away_during_the_first_update_waits_for_the_next() -> None:
+    engine, (_, second) = make_engine(2)
+    engine.lose(1, 1, "killed", second)
+    await engine.control.begin_update()
+    engine.on_messages([replace(READY, replica=1, life=1)])
+    assert engine.replicas.live == [0, 1]  # weights are those of the start everywhere
+    await engine.control.load(SOURCE)
+    await engine.control.finish_update("v1")
+    assert engine.replicas.live == [0]
+    assert second.paused is None
+    second._ready = replace(READY, replica=1, life=1)
+    await update(engine, "v2")
+    assert engine.replicas.live == [0, 1]
+
+
+async def test_an_update_is_given_up_also_when_something_else_is_done_at_that_time() -> None:
+    engine, (scheduler,) = make_engine()
+    control = EngineControl(engine.replicas, engine.requests, timeout=0.02)
+    engine.control = control
+    await control.begin_update()
+    scheduler.held = True
+    with suppress(ControlTimeoutError):
+        await control.checksum()
+    while control.is_updating:
+        await asyncio.sleep(0)
+    assert control.is_paused
 
 
 async def test_an_update_that_nobody_goes_on_with_is_given_up() -> None:

@@ -38,6 +38,8 @@ async def test_one_prompt_is_one_sample(server: WebServer) -> None:
         "prompt_tokens": 5,
         "completion_tokens": 4,
         "cached_tokens": 0,
+        "weight_version": "default",
+        "weight_versions": [{"version": "default", "start": 0, "end": 4}],
     }
 
 
@@ -168,11 +170,11 @@ async def test_the_models_sampling_defaults_do_not_hold() -> None:
         ({"input_ids": [400]}, "input_ids"),
         ({"input_ids": None, "text": ""}, "text"),
         ({"sampling_params": {"max_new_tokens": 1000}}, "max_tokens"),
-        ({"sampling_params": {"regex": "a"}}, "sampling_params.regex"),
+        ({"sampling_params": {"regex": "a("}}, "regex"),
         ({"sampling_params": {"custom_params": {"a": 1}}}, "sampling_params.custom_params"),
         ({"sampling_params": {"nonsense": 1}}, "sampling_params.nonsense"),
         ({"sampling_params": [{}, {}]}, "sampling_params"),
-        ({"sampling_params": [{"json_schema": "{}"}]}, "sampling_params[0].json_schema"),
+        ({"sampling_params": [{"json_schema": 5}]}, "sampling_params[0].json_schema"),
         ({"input_ids": [[5], [6]], "sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params"),
         ({"input_ids": [[5], [6]], "return_logprob": [True]}, "return_logprob"),
         ({"input_ids": [[5], [6]], "return_logprob": [True, False], "stream": True}, "stream"),

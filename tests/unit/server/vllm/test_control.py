@@ -76,6 +76,7 @@ async def test_a_request_that_has_not_begun_is_aborted_without_tokens(server: We
         "stop_reason": None,
         "token_ids": [],
         "logprobs": None,
+        "weight_versions": [],
     }
     assert answer["choices"][0]["logprobs"] == {"content": []}
 

@@ -31,7 +31,7 @@ async def test_ids_in_ids_out(server: WebServer) -> None:
     assert answer["prompt_logprobs"] is None
     assert answer["usage"]["completion_tokens"] == 4
     (choice,) = answer["choices"]
-    assert choice.keys() == {"index", "finish_reason", "stop_reason", "token_ids", "logprobs"}
+    assert choice.keys() == {"index", "finish_reason", "stop_reason", "token_ids", "logprobs", "weight_versions"}
     assert (choice["token_ids"], choice["finish_reason"], choice["stop_reason"]) == (ids, "length", None)
     content = choice["logprobs"]["content"]
     assert [entry["token_id"] for entry in content] == ids

@@ -35,7 +35,7 @@ from toka_async.server.zmq.delivery import WINDOW
 async def test_hello(bare: Bare) -> None:
     bare.hello()
     ((welcome, _),) = bare.heard(Welcome)
-    assert (welcome.version, welcome.resumed, welcome.window) == (3, False, WINDOW)
+    assert (welcome.version, welcome.resumed, welcome.window) == (4, False, WINDOW)
     assert (welcome.credit, welcome.vocab_size, welcome.max_context) == (16384, 400, 512)
     assert (welcome.heartbeat, welcome.max_message) == (10.0, 64 << 20)
     bare.say(Ping())
@@ -46,7 +46,7 @@ async def test_a_version_that_is_not_spoken_is_refused(bare: Bare) -> None:
     bare.say(Hello(versions=(1, 2), session=SESSION))
     ((closed, _),) = bare.heard(Closed)
     assert closed.code == "refused"
-    assert "version 3" in closed.message
+    assert "version 4" in closed.message
     assert not bare.heard(Welcome)
 
 
