@@ -132,6 +132,7 @@ class Stage:
 def make_plan(config: Config, memory: int) -> CapacityPlan:
     """Plan for GPUs of `memory` bytes. Raises ModelError: no such model, not divisible, or too large a step."""
     spec = read_spec(resolve_model(config.model.path, weights=False), config.model.quantize)
+    spec = msgspec.structs.replace(spec, fp32_logits=config.model.fp32_logits)
     spec = group_experts(spec, config.parallel.ep)
     check_division(spec, config.parallel.pp, config.parallel.tp)
     dtype: torch.dtype = getattr(torch, spec.dtype if config.model.dtype == "auto" else config.model.dtype)

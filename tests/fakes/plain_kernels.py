@@ -69,6 +69,9 @@ class PlainKernels:
             kept[rows], masses[rows] = count.to(torch.int32), mass.float()
         return token_ids, logprobs, kept, masses
 
+    def measure(self, logits: Tensor, slots: Tensor, table: RowTable, output: tuple[Tensor, Tensor]) -> None:
+        """See `SamplingKernels.measure`; here it is a part of the draw."""
+
     def params_of(self, slots: Tensor, table: RowTable) -> Params:
         """What the table says of slots, PARAMS [s]."""
         params = np.zeros(len(slots), dtype=PARAMS)

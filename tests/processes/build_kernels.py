@@ -174,7 +174,7 @@ def build_sampling(dtype: str, vocab: int) -> str:
     edits = EditKernels(drawing, 64, CPU)
     step = torch.zeros(2, vocab, dtype=kind), integers.long(), integers, rows, wanted, tokens
     edits.edit(*step)
-    drawing.draw_measured(*step[:4])
+    drawing.measure(step[0], step[1], rows, (integers, floats))
     edits.restore(*step, (integers.long(), floats))
     return "all"
 

@@ -16,6 +16,8 @@ class Cuttable:
         parts = urlsplit(url)
         self._host, self._port = parts.hostname, parts.port
         self._writers: list[asyncio.StreamWriter] = []
+        self._passes = asyncio.Event()
+        self._passes.set()
         self.num_connections = 0
 
     async def __aenter__(self) -> Self:
@@ -26,6 +28,7 @@ class Cuttable:
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         self._server.close()
+        self._passes.set()
         self.cut()
         await self._server.wait_closed()
 
@@ -38,6 +41,10 @@ class Cuttable:
         writers, self._writers = self._writers, []
         for writer in writers:
             writer.transport.abort()
+
+    def silence(self) -> None:
+        """Passes nothing on from now on, and breaks nothing, like a host that was switched off."""
+        self._passes.clear()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.CancelledError):  # else the loop complains at its end
@@ -55,10 +62,10 @@ class Cuttable:
         await asyncio.gather(self._copy(reader, back), self._copy(there, writer))
         self._writers = [each for each in self._writers if each not in both]
 
-    @staticmethod
-    async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(65536):
+                await self._passes.wait()
                 writer.write(data)
                 await writer.drain()
         writer.close()

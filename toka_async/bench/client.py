@@ -55,11 +55,13 @@ DECODER = msgspec.json.Decoder(WireAnswer)
 class Reply:
     """How one request went. Times are seconds since it was sent; `first` and `last` are those of streamed text.
 
-    error: what went wrong, or empty. has_ended: False for a request that was abandoned.
+    ended_at: seconds from the load's begin to the end. error: what went wrong, or empty. has_ended: False for a request
+    that was abandoned.
     """
 
     n: int
     seconds: float = 0.0
+    ended_at: float = 0.0
     first: float | None = None
     last: float | None = None
     prompt_tokens: int = 0
@@ -138,6 +140,7 @@ async def send_all(
     async def send(number: int) -> None:
         async with slots:
             await exchange(session, url, encoded[number], bool(asked[number].get("stream")), replies[number])
+            replies[number].ended_at = time.perf_counter() - began
             on_end()
 
     began, is_interrupted = time.perf_counter(), False

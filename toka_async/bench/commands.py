@@ -88,10 +88,10 @@ def _add_serve_load(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
     parser.add_argument(
         "--load",
-        choices=["samples", "trace", "ends", "single"],
+        choices=["samples", "trace", "ends", "rollouts", "single"],
         default="samples",
         help="many samples of one length (default); requests of a trace's lengths; samples that end by themselves; "
-        "one user who streams",
+        "groups of samples of which some are very long; one user who streams",
     )
     parser.add_argument(
         "--questions", type=Path, metavar="FILE.jsonl", help="with question and answer; default: made up"
@@ -103,12 +103,18 @@ def _add_serve_load(parser: argparse.ArgumentParser) -> None:
         "--samples",
         type=_count,
         metavar="N",
-        help="of each prompt; default: 16 to 1024, what takes half a minute or a little more by a small load before",
+        help="of each prompt; default: of rollouts 16, else 16 to 1024, what takes half a minute or a little more by a "
+        "small load before",
     )
     parser.add_argument(
-        "--output-tokens", type=_count, metavar="N", help="default: 192; at most, where they end by themselves: 1024"
+        "--output-tokens",
+        type=_count,
+        metavar="N",
+        help="default: 192; at most, where they end by themselves: 1024, of rollouts: 16 x --mean-tokens",
     )
-    parser.add_argument("--mean-tokens", type=_count, default=200, metavar="N", help="of --load ends; default: 200")
+    parser.add_argument(
+        "--mean-tokens", type=_count, default=200, metavar="N", help="of --load ends and rollouts; default: 200"
+    )
     parser.add_argument("--trace", type=Path, metavar="FILE.csv", help="ContextTokens,GeneratedTokens; default: drawn")
     parser.add_argument("--requests", type=_count, metavar="N", help="of the trace: 4096; of the single user: 8")
     parser.add_argument("--vocab", type=_count, metavar="N", help="token ids there are; default: as the server says")
@@ -130,9 +136,13 @@ def _add_serve_load(parser: argparse.ArgumentParser) -> None:
 def _add_policy(parser: argparse.ArgumentParser) -> None:
     columns = "prompt_tokens,output_tokens,max_tokens,group"
     parser.add_argument("--trace", type=Path, metavar="FILE.csv", help=f"lengths: {columns}; default: drawn")
-    parser.add_argument("--kind", choices=["gsm8k", "chat"], default="gsm8k", help="what is drawn; default: gsm8k")
-    parser.add_argument("--requests", type=_count, metavar="N", help="drawn; default: 32, chat: 16384")
-    parser.add_argument("--samples", type=_count, metavar="N", help="of each request drawn; default: 512, chat: 1")
+    parser.add_argument(
+        "--kind", choices=["gsm8k", "chat", "rollouts"], default="gsm8k", help="what is drawn; default: gsm8k"
+    )
+    parser.add_argument("--requests", type=_count, metavar="N", help="drawn; default: 32, chat: 16384, rollouts: 256")
+    parser.add_argument(
+        "--samples", type=_count, metavar="N", help="of each drawn; default: 512, chat: 1, rollouts: 16"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn; default: 0")
     parser.add_argument("--cache-tokens", type=_count, default=400_000, metavar="N", help="default: 400000")
     parser.add_argument("--page-size", type=_count, default=16, metavar="N", help="tokens of a page; default: 16")

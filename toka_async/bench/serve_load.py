@@ -18,7 +18,14 @@ import msgspec
 
 from toka_async.bench.client import ListedModel, Reply, Sent, fetch_served_models, open_session, send_all
 from toka_async.bench.loads.served import BenchError
-from toka_async.bench.loads.workloads import Body, build_bodies, build_probe_bodies, build_warm_bodies, num_sequences
+from toka_async.bench.loads.workloads import (
+    ROLLOUT_SAMPLES,
+    Body,
+    build_bodies,
+    build_probe_bodies,
+    build_warm_bodies,
+    num_sequences,
+)
 from toka_async.bench.progress import LoadBar
 from toka_async.bench.rate_plot import check_available, plot
 from toka_async.bench.rates import Rates, counters, select_ours, sum_generated, wait_for_counters, watch_rates
@@ -42,9 +49,11 @@ class LoadPercentiles(msgspec.Struct, frozen=True):
 class ServeLoadResult(msgspec.Struct, frozen=True, kw_only=True):
     """The median run, then its options.
 
-    latency, first_token: seconds, of requests and until the first text of streamed ones. stream_tokens_per_second: the
-    rate of one streamed request after its first text. wasted_share: share of the tokens that the server computed.
-    server: growth of this engine's counters. runs: the rate of each run. ended: requests, failed ones included.
+    latency, first_token: seconds, of requests and until the first text of streamed ones. sample_ends, group_ends: of
+    rollouts, seconds from the begin until a share of the samples has ended, and of the prompts with all of their
+    samples. stream_tokens_per_second: the rate of one streamed request after its first text. wasted_share: share of the
+    tokens that the server computed. server: growth of this engine's counters. runs: the rate of each run. ended:
+    requests, failed ones included.
     """
 
     tokens_per_second: float
@@ -59,6 +68,8 @@ class ServeLoadResult(msgspec.Struct, frozen=True, kw_only=True):
     first_error: str = ""
     latency: LoadPercentiles | None = None
     first_token: LoadPercentiles | None = None
+    sample_ends: LoadPercentiles | None = None
+    group_ends: LoadPercentiles | None = None
     stream_tokens_per_second: LoadPercentiles | None = None
     wasted_share: float | None = None
     server: dict[str, float] = {}
@@ -99,7 +110,7 @@ async def measure(options: argparse.Namespace) -> tuple[list[ServeLoadResult], l
     async with open_session() as session:
         served = choose_model(await fetch_served_models(session, url), options.model)
         if options.samples is None:
-            options.samples = MOST_SAMPLES
+            options.samples = ROLLOUT_SAMPLES if options.load == "rollouts" else MOST_SAMPLES
             if options.load in ("samples", "ends"):
                 options.samples = await fit_samples(options, session, url, served)
         if options.warm:
@@ -231,6 +242,8 @@ def make_result(
         first_error=next((reply.error for reply in sent.replies if reply.error), ""),
         latency=percentiles([reply.seconds for reply in good]),
         first_token=percentiles([reply.first for reply in good if reply.first is not None]),
+        sample_ends=percentiles([reply.ended_at for reply in good] if options.load == "rollouts" else []),
+        group_ends=percentiles(find_group_ends(sent, asked) if options.load == "rollouts" else []),
         stream_tokens_per_second=percentiles([rate for reply in good if (rate := stream_rate(reply)) is not None]),
         wasted_share=None if wasted is None else round(wasted / max(num_generated + wasted, 1), 5),
         server=grown,
@@ -239,6 +252,16 @@ def make_result(
         model=model,
         options={name: plain(value) for name, value in vars(options).items() if name not in ("command", "benchmark")},
     )
+
+
+def find_group_ends(sent: Sent, asked: Sequence[Body]) -> list[float]:
+    """Returns when each prompt's last sample had ended; none where a reply is missing."""
+    if len(sent.replies) != len(asked):
+        return []
+    ends: dict[str, float] = {}
+    for body, reply in zip(asked, sent.replies, strict=True):
+        ends[body["prompt"]] = max(ends.get(body["prompt"], 0.0), reply.ended_at)
+    return list(ends.values())
 
 
 def read_lines(result: ServeLoadResult) -> list[str]:
@@ -272,6 +295,8 @@ def read_lines(result: ServeLoadResult) -> list[str]:
         lines.append(format_line("preemptions", server["num_preemptions_total"]))
     rows = {
         "latency, s": result.latency,
+        "samples ended, s": result.sample_ends,
+        "whole groups ended, s": result.group_ends,
         "first text, s": result.first_token,
         "tokens/s of a stream": result.stream_tokens_per_second,
     }

@@ -46,6 +46,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str  # the checkpoint's: float32, bfloat16 or float16
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    fp32_logits: bool = False  # `model.fp32_logits`; no checkpoint says it
+
+    def count_logit_bytes(self, itemsize: int) -> int:
+        """Counts the bytes of a row's logits; itemsize: of a value of the model's dtype."""
+        return self.vocab_size * (4 if self.fp32_logits else itemsize)
 
     @property
     def num_layers(self) -> int:

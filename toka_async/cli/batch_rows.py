@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from codecs import BOM_UTF8
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,19 @@ from typing import Any
 import msgspec
 
 from toka_async.cli.batch_run import BatchFileError, Ran, describe_end, make_job, run_job
-from toka_async.config import Config
+from toka_async.config import Config, LimitsConfig
 from toka_async.logs import configure_parent
+from toka_async.openai.errors import ApiError
+from toka_async.openai.generation import Defaults, RequestLimits, chat_generation, completion_generation
+from toka_async.openai.parse import parse_fields
+from toka_async.openai.requests import ChatRequest, CompletionRequest
 from toka_async.tables.requests import COLUMNS, RowRequests, check_sampling
 from toka_async.tables.source import SUFFIXES, TableError, find_source
 from toka_async.tables.table_job import TableJob, make_table_job
 from toka_async.tables.write import TableFormat
 
 SAMPLING = ("temperature", "top_p", "max_tokens", "stop")  # options that are fields of the request
+ANY_SIZE = 2**31 - 1  # of a model: each row's request is checked against the real one
 OF_ROWS = ("column", "split", "keep", "chat", "system", "n", "seed", "extra_body", "answer_column", "response_column")
 
 
@@ -55,6 +61,7 @@ def run_rows(config: Config, options: argparse.Namespace) -> int:
     tell = configure_parent(config.log.format)
     try:
         table = make_table(options)
+        check_request(table.requests, config.limits)
         num_rows = table.write_requests()
         job = make_job(table.requests_path, table.answers_path, table.errors_path, config.model)
         ran = run_job(config, job, tell, retry=options.retry_failed)
@@ -91,6 +98,22 @@ def make_table(options: argparse.Namespace) -> TableJob:
     return make_table_job(find_source(options.input, options.split or ""), options.output, requests, table, keep)
 
 
+def check_request(requests: RowRequests, most: LimitsConfig) -> None:
+    """Raise TableError for fields with which every row would fail, whatever its column has."""
+    fields = {**requests.sampling, "n": requests.n, "seed": requests.seed}
+    max_logprobs = ANY_SIZE if most.max_logprobs < 0 else most.max_logprobs
+    limits = RequestLimits(ANY_SIZE, ANY_SIZE, ANY_SIZE, most.max_n, max_logprobs)
+    try:
+        completion = parse_fields({**fields, "prompt": [0]}, CompletionRequest)
+        completion_generation(completion, limits, Defaults())
+    except ApiError as of_text:
+        try:
+            chat = parse_fields({**fields, "messages": [{"role": "user", "content": ""}]}, ChatRequest)
+            chat_generation(chat, limits, Defaults())
+        except ApiError:
+            raise TableError(f"every row would fail: {of_text}") from None
+
+
 def _name_option(name: str) -> str:
     return "-n" if name == "n" else f"--{name.replace('_', '-')}"
 
@@ -106,6 +129,7 @@ def _read_names(source: Path) -> list[str]:
     """The names in the first line of a file of JSON objects; none if there is no such line."""
     try:
         with source.open("rb") as file:
-            return list(msgspec.json.decode(next(line for line in file if line.strip()), type=dict[str, msgspec.Raw]))
+            first = next(line for line in file if line.strip()).removeprefix(BOM_UTF8)
+            return list(msgspec.json.decode(first, type=dict[str, msgspec.Raw]))
     except (OSError, StopIteration, msgspec.MsgspecError, UnicodeDecodeError):
         return []  # the check of the lines says what is wrong

@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-NO_TOOLS = "tool calls are not supported"
+TOOL_FORMATS = {
+    **dict.fromkeys(("qwen3_xml", "qwen3_coder", "qwen35_coder"), "qwen3_coder"),
+    **dict.fromkeys(("qwen", "qwen25"), "hermes"),
+    **dict.fromkeys(("llama3", "llama4_json"), "llama3_json"),
+    "llama4_pythonic": "pythonic",
+    **dict.fromkeys(("openai", "gpt-oss"), "harmony"),
+}
+REASONING_FORMATS = {
+    **dict.fromkeys(("qwen3", "qwen3-thinking", "deepseek_r1", "deepseek-r1"), "think"),
+    **dict.fromkeys(("openai_gptoss", "gpt-oss"), "harmony"),
+}
 NO_LORA = "LoRA adapters are not supported; merge the adapter into the checkpoint"
 NO_DRAFTS = "speculative decoding is not supported"
 NO_REMOTE_CODE = "leave it out: no code of a checkpoint is ever run"
@@ -62,13 +72,14 @@ OPTIONS: Mapping[str, Habit] = {
     "--served-model-name": Habit("model.served_name"),
     "--dtype": Habit("model.dtype", words=DTYPES),
     "--device": Habit("model.device"),
-    "--max-model-len": Habit("model.max_context"),
+    "--max-model-len": Habit("model.max_context", words={"-1": "auto"}),
     "--context-length": Habit("model.max_context"),
     "--chat-template": Habit("model.chat_template"),
     "--logprobs-mode": Habit("model.logprobs_mode", words={"raw_logprobs": "raw", "processed_logprobs": "processed"}),
     "--max-logprobs": Habit("limits.max_logprobs"),
     "--generation-config": Habit("model.generation_config", words={"vllm": "none"}),
     "--enable-deterministic-inference": _flag("model.batch_invariant", "true"),
+    "--enable-fp32-lm-head": _flag("model.fp32_logits", "true"),
     "--load-format": Habit("model.load", words={"dummy": "random", "auto": "weights", "safetensors": "weights"}),
     # The server.
     "--host": Habit("server.host"),
@@ -88,6 +99,7 @@ OPTIONS: Mapping[str, Habit] = {
     "--enable-prefix-caching": _flag("cache.prefix", "true"),
     "--no-enable-prefix-caching": _flag("cache.prefix", "false"),
     "--disable-radix-cache": _flag("cache.prefix", "false"),
+    "--enable-sleep-mode": _flag("cache.can_sleep", "true"),
     "--max-num-seqs": Habit("schedule.max_seqs"),
     "--max-running-requests": Habit("schedule.max_seqs"),
     "--max-num-batched-tokens": Habit("schedule.max_tokens"),
@@ -133,9 +145,9 @@ OPTIONS: Mapping[str, Habit] = {
     "--enable-lora": _refuse(NO_LORA),
     "--lora-modules": _refuse(NO_LORA),
     "--lora-paths": _refuse(NO_LORA),
-    "--enable-auto-tool-choice": _refuse(NO_TOOLS),
-    "--tool-call-parser": _refuse(NO_TOOLS),
-    "--reasoning-parser": _refuse("reasoning is not separated from the answer"),
+    "--enable-auto-tool-choice": _refuse(ALWAYS_ON),
+    "--tool-call-parser": Habit("model.tool_format", words=TOOL_FORMATS),
+    "--reasoning-parser": Habit("model.reasoning_format", words=REASONING_FORMATS),
     "--guided-decoding-backend": _refuse("there is one backend, llguidance"),
     "--speculative-config": _refuse(NO_DRAFTS),
     "--speculative-model": _refuse(NO_DRAFTS),

@@ -49,6 +49,9 @@ class ClientConnection:
         on_loss: called when the connection breaks or cannot be made. After a final loss it is closed, and the requests
             that are open wait for `fail`.
 
+    Attributes:
+        num_heard: messages of the server.
+
     Raises:
         zmq.ZMQError: the address is none.
     """
@@ -66,6 +69,7 @@ class ClientConnection:
         self._loop = asyncio.get_running_loop()
         self._on_welcome = on_welcome
         self._on_loss = on_loss
+        self.num_heard = 0
         self._flushing = False
         self._timers: set[asyncio.TimerHandle] = set()
         self._pings: asyncio.TimerHandle | None = None
@@ -134,7 +138,12 @@ class ClientConnection:
             self.close()
         self._on_loss(loss)
 
+    def ping(self) -> None:
+        """Ask the server for a sign of life, if it has welcomed the client."""
+        self._exchange.ping()
+
     def _on_frames(self, frames: list[Frame]) -> None:
+        self.num_heard += 1
         had_welcome = self._exchange.welcome is not None
         try:
             self._exchange.on_frames(frames)
@@ -143,18 +152,18 @@ class ClientConnection:
         except ConnectionLostError as error:
             self._lose(Loss(str(error), is_final=True))
         if self._exchange.welcome is not None and not had_welcome:
-            self._ping()
+            self._keep_alive()
             self._on_welcome(self._exchange.welcome)
         self._wake()
 
-    def _ping(self) -> None:
+    def _keep_alive(self) -> None:
         if self._pings is not None:
             self._pings.cancel()
             self._timers.discard(self._pings)
             self._pings = None
         if self._exchange.welcome is not None:
             self._exchange.ping()
-            self._pings = self._call_later(max(SHORTEST, self._exchange.welcome.heartbeat / 2), self._ping)
+            self._pings = self._call_later(max(SHORTEST, self._exchange.welcome.heartbeat / 2), self._keep_alive)
 
     def _retry(self, seconds: float) -> None:
         self._call_later(max(SHORTEST, seconds), self._try_again)

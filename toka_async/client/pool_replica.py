@@ -18,6 +18,7 @@ from toka_async.transport.zmq_frames import Loss
 PATIENCE = 10.0  # seconds for a connection to be made, or restored after a break
 REST = 1.0  # seconds with fewer requests after the server refused one for now
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds after a failure, doubled with each
+SILENCE = 5.0  # seconds of a draining replica, from which a sign of life was asked for; then it counts as lost
 AHEAD = 1.25  # times the samples that run at once: so that the server always has the next ones
 
 
@@ -43,7 +44,7 @@ class PoolReplica(DispatchedReplica):
         "_most",
         "_on_change",
         "_options",
-        "_patience",
+        "_probe",
         "_timer",
         "is_closed",
         "problem",
@@ -68,6 +69,7 @@ class PoolReplica(DispatchedReplica):
         self._loop = asyncio.get_running_loop()
         self._connection: ClientConnection | None = None
         self._timer: asyncio.TimerHandle | None = None  # for the next connection, or the end of a rest or of patience
+        self._probe: asyncio.TimerHandle | None = None  # while it drains
         self._is_draining = self.is_closed = False
         self.problem: str | None = None
 
@@ -102,9 +104,29 @@ class PoolReplica(DispatchedReplica):
             self._set_timer(REST, self._join)
 
     def drain(self) -> None:
-        """Take no more requests, and close once those that it has are over."""
+        """Take no more requests, and close once those that it has are over.
+
+        A replica that leaves the list may be lost, such as one whose host is off, which no packet says. So it is asked
+        for signs of life, and its requests begin elsewhere when it gives none.
+        """
         self._is_draining = True
         self._dispatcher.leave(self)
+        self._ask_for_life()
+
+    def _ask_for_life(self) -> None:
+        connection = self._connection
+        if self.is_closed or connection is None:
+            return
+        num_heard = connection.num_heard
+        connection.ping()
+
+        def look() -> None:
+            if connection.num_heard == num_heard:
+                self._fail("it has left the list of replicas, and is silent")
+            else:
+                self._ask_for_life()
+
+        self._probe = self._loop.call_later(SILENCE, look)
 
     def note_idle(self) -> None:
         if self._is_draining:
@@ -113,8 +135,9 @@ class PoolReplica(DispatchedReplica):
 
     def close(self) -> None:
         self.is_closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._probe):
+            if timer is not None:
+                timer.cancel()
         if self._connection is not None:
             self._connection.close(says_bye=True)
 

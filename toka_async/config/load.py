@@ -210,7 +210,8 @@ def _check_batch_invariant(config: Config) -> None:
 
     Also refuses graphs of steps with prompts, as the attention that computes rows alike cannot be captured in them.
     """
-    refused = {
+    refused: dict[str, tuple[object, tuple[object, ...]]] = {
+        "model.fp32_logits": (config.model.fp32_logits, (False,)),
         "attention.backend": (config.attention.backend, ("auto", "reference", "triton")),
         "schedule.group_min_seqs": (config.schedule.group_min_seqs, ("auto", 0)),
         "parallel.async_tp_min_tokens": (config.parallel.async_tp_min_tokens, ("auto", 0)),
@@ -218,5 +219,5 @@ def _check_batch_invariant(config: Config) -> None:
     }
     for key, (value, (*others, last)) in refused.items():
         if value not in (*others, last):
-            uses = f"{', '.join(map(str, others))} or {last}"
-            raise ConfigError(f"{key}={value}: not with model.batch_invariant; use {uses}")
+            uses = " or ".join(filter(None, (", ".join(map(str, others)), format_value(last))))
+            raise ConfigError(f"{key}={format_value(value)}: not with model.batch_invariant; use {uses}")

@@ -45,6 +45,13 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         bool,
         Meta(description="answer a request with the same tokens to the last bit, whatever runs beside it; slower"),
     ] = False
+    fp32_logits: Annotated[
+        bool,
+        Meta(
+            description="keep logits in float32 instead of rounding them to model.dtype; a decoding row's logits then "
+            "take twice the memory, and reading them twice the time"
+        ),
+    ] = False
     served_name: Annotated[str, Meta(description="the model's name in the API; empty: model.path as given")] = ""
     max_context: Annotated[
         Count | Auto, Meta(description="most tokens of a sequence, prompt and completion; auto: the model's own limit")
@@ -61,6 +68,14 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         ),
     ] = "raw"
     chat_template: Annotated[str, Meta(description="file with a jinja chat template; empty: the tokenizer's")] = ""
+    tool_format: Annotated[
+        Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "harmony"],
+        Meta(description="how the model writes tool calls; auto: as its response_template or chat template shows"),
+    ] = "auto"
+    reasoning_format: Annotated[
+        Literal["auto", "none", "think", "mistral", "harmony"],
+        Meta(description="how the model marks its reasoning; think: <think>…</think>; auto: as above"),
+    ] = "auto"
 
     @property
     def needs_weights(self) -> bool:
@@ -479,7 +494,11 @@ class SimulatedConfig(Section, frozen=True, kw_only=True):
         float, Meta(ge=0, le=1, description="probability that a simulated token is one of the request's end tokens")
     ] = 0.0
     gpu: Annotated[
-        str, Meta(description="name of a GPU that is locked as a real one, a number for each rank added; empty: none")
+        str,
+        Meta(
+            description="name of GPUs that are counted and locked as real ones, each rank's with its number in "
+            "CUDA_VISIBLE_DEVICES added; empty: none"
+        ),
     ] = ""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +34,7 @@ class AsyncLLM:
         *,
         config: Path | str | None = None,
         seed: int | None = 0,
-        chat_template: str | None = None,
+        chat_template: Path | str | None = None,
         **options: Any,
     ) -> None:
         self._engine = LocalEngine(model, config, seed, chat_template, options)
@@ -43,7 +43,7 @@ class AsyncLLM:
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
         """Start what `AsyncEngineArgs(model=…, …)` says."""
-        return cls(engine_args.model, **engine_args.options)
+        return cls(**vars(engine_args))
 
     async def __aenter__(self) -> Self:
         return self
@@ -86,14 +86,16 @@ class AsyncLLM:
             EngineDeadError: there is no engine any more.
         """
         check_arguments(others)
+        if not isinstance(sampling_params, SamplingParams):
+            raise ValueError(f"sampling_params: expected SamplingParams, got {type(sampling_params).__name__}")
         if request_id in self._running:
             raise ValueError(f"request {request_id!r} is running already")
         plain = read_prompt(prompt, "the prompt")
-        (request,) = await asyncio.to_thread(self._engine.prepare, [plain], [sampling_params])
-        request.id = request_id
         queue = self._running[request_id] = asyncio.Queue[News]()
         future: Future[None] | None = None
         try:
+            (request,) = await asyncio.to_thread(self._engine.prepare, [plain], [sampling_params])
+            request.id = request_id
             future = self._start(request, priority, queue)
             async for output in self._follow(request, queue):
                 yield output
@@ -102,10 +104,14 @@ class AsyncLLM:
             if future is not None:
                 future.cancel()
 
-    async def abort(self, request_id: str) -> None:
-        """End a request; its stream gets a last output, in which open samples have the finish reason `abort`."""
-        if request_id in self._running:
-            self._running[request_id].put_nowait(None)
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End a request, or several; a stream gets a last output, in which open samples have the finish reason `abort`.
+
+        Ids of requests that are not running are left out.
+        """
+        for each in [request_id] if isinstance(request_id, str) else request_id:
+            if each in self._running:
+                self._running[each].put_nowait(None)
 
     def _start(self, request: Submittable, priority: int, queue: asyncio.Queue[News]) -> Future[None]:
         """Start a request whose news come through the queue of this loop."""

@@ -5,14 +5,16 @@ Nothing is accepted and ignored: an option becomes a key, asks for nothing, or i
 
 from __future__ import annotations
 
+import argparse
 import difflib
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from toka_async.cli.habits import OPTIONS
+from toka_async.cli.habits import NO_COMPILER, NO_DRAFTS, NO_LORA, OPTIONS
 from toka_async.config import Config, ConfigError, load_config
 from toka_async.config.load import is_flag, list_keys, list_sections
 from toka_async.config.text import format_value
@@ -22,29 +24,108 @@ FOREIGN = (  # beginnings of keys for servers that others use
     *("server.host", "server.port", "server.tls", "server.data_dir", "auth."),
     *("zmq.bind", "zmq.key", "zmq.clients", "zmq.insecure"),
 )
-# Options of vLLM without a counterpart, with the values that ask for nothing. False, None and empty values do so too.
+# Options of vLLM without a counterpart, with the values that ask for nothing. False and empty values do so too.
 ASKS_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "trust_remote_code": (True,),  # a permission that is never used
     "enable_chunked_prefill": (True,),
     "distributed_executor_backend": ("mp",),
     "runner": ("auto", "generate"),
+    "convert": ("auto", "none"),
     "task": ("auto", "generate"),
     "tokenizer_mode": ("auto", "hf"),
     "skip_tokenizer_init": (),
-    "swap_space": (),
+    "revision": ("main",),
+    "tokenizer_revision": ("main",),
+    "code_revision": ("main",),
+    "config_format": ("auto", "hf"),
+    "model_impl": ("auto",),
+    "hf_token": (True,),
     "hf_overrides": (),
+    "hf_config_path": (),
+    "rope_scaling": (),
+    "rope_theta": (),
+    "override_generation_config": (),
+    "quantization_config": (),
+    "compilation_config": (),
+    "optimization_level": (),
+    "attention_config": (),
+    "kv_cache_memory_bytes": (),
+    "swap_space": (4,),
+    "offload_group_size": (),
+    "offload_num_in_group": (1,),
+    "offload_prefetch_step": (1,),
+    "offload_params": (),
+    "scheduling_policy": ("fcfs", "priority"),  # a request's priority always counts
+    "async_scheduling": (True,),
+    "max_lora_rank": (16,),
+    "max_loras": (1,),
+    "max_cpu_loras": (),
+    "logits_processors": (),
+    "structured_outputs_config": (),
+    "spec_method": (),
+    "spec_model": (),
+    "spec_tokens": (),
+    "enable_return_routed_experts": (),
+    "return_sampling_mask": (),
+    "worker_cls": ("auto",),
+    "worker_extension_cls": (),
+    "weight_transfer_config": (),
+    "kv_transfer_config": (),
+    "profiler_config": (),
+    "pooler_config": (),
     "limit_mm_per_prompt": (),
+    "mm_processor_kwargs": (),
+    "allowed_local_media_path": (),
+    "allowed_media_domains": (),
+    "language_model_only": (),
     "disable_custom_all_reduce": (),
+    "disable_cascade_attn": (),
+    "use_tqdm_on_load": (True,),
 }
-QUIET = {"log.stats_interval": "0", "server.page": "false", "zmq.buffer_mb": "65536"}  # unless the user says otherwise
+INSTEAD: Mapping[str, str] = {  # of "leave it out", for options that the command line does not have
+    "tokenizer_revision": "give a directory: tokenizer=DIR, as `hf download --revision` makes it",
+    "compilation_config": NO_COMPILER,
+    "kv_cache_memory_bytes": 'set cache={"num_tokens": N}, in tokens',
+    "rope_scaling": "leave it out: it is read from config.json",
+    "override_generation_config": "give SamplingParams",
+    "attention_config": "set attention_backend",
+    "max_lora_rank": NO_LORA,
+    "max_loras": NO_LORA,
+    "structured_outputs_config": "structured output is not supported",
+    "spec_method": NO_DRAFTS,
+    "spec_model": NO_DRAFTS,
+}
+OURS = {  # unless the user says otherwise
+    "log.stats_interval": "0",
+    "server.page": "false",
+    "server.admin": "true",  # over the socket that only this process uses
+    "zmq.buffer_mb": "65536",
+}
 
 
 class EngineArgs:
-    """The model and the options of an engine that is started later, as for vLLM's `from_engine_args`."""
+    """The model and the options of an engine that is started later, as `vars` of this object."""
+
+    model: str
 
     def __init__(self, model: str, **options: Any) -> None:
-        self.model = model
-        self.options = options
+        vars(self).update(options, model=model)
+
+    @staticmethod
+    def add_cli_args(parser: argparse._ActionsContainer) -> None:
+        """Add `--model` and vLLM's other options that are understood here.
+
+        Those that were given are in the parsed arguments, for `LLM(**vars(arguments))`.
+        """
+        for option, habit in OPTIONS.items():
+            if not option.startswith("--"):
+                continue
+            # Of options without a key it is not known whether they have values; LLM refuses them.
+            form: dict[str, Any] = {"action": "store_true"} if habit.value else {}
+            form |= {} if habit.key else {"nargs": "?", "const": True}
+            name = option.removeprefix("--").replace("-", "_")
+            form |= {"type": int} if name == "seed" else {}
+            parser.add_argument(option, default=argparse.SUPPRESS, help=habit.key or argparse.SUPPRESS, **form)
 
 
 def make_config(model: str, config: Path | str | None, options: Mapping[str, Any]) -> Config:
@@ -58,8 +139,8 @@ def make_config(model: str, config: Path | str | None, options: Mapping[str, Any
     """
     file = None if config is None else Path(config)
     of_file = {override.partition("=")[0] for override in list_overrides(load_config(file))}
-    quiet = {key: value for key, value in QUIET.items() if key not in of_file}
-    given = {**quiet, "model.path": model, **dict(_translate_all(options))}
+    ours = {key: value for key, value in OURS.items() if key not in of_file}
+    given = {**ours, "model.path": model, **dict(_translate_all(options))}
     made = load_config(file, [f"{key}={value}" for key, value in given.items()])
     for override in list_overrides(made):
         if override.startswith(FOREIGN):
@@ -68,13 +149,15 @@ def make_config(model: str, config: Path | str | None, options: Mapping[str, Any
 
 
 def _translate_all(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Translate options to keys and values as text."""
+    """Translate options to keys and values as text. None stands for an option that is not given."""
     for name, value in options.items():
-        if name in SECTIONS and isinstance(value, Mapping):
-            yield from ((f"{name}.{key}", format_value(each)) for key, each in value.items())
+        if name in SECTIONS:
+            if not isinstance(value, Mapping):
+                raise ConfigError(f'{name}: expected its keys, such as cache={{"num_tokens": 65536}}, got {value!r}')
+            yield from ((f"{name}.{key}", _format(f"{name}.{key}", each)) for key, each in value.items())
         elif "." in name:
-            yield name, format_value(value)
-        else:
+            yield name, _format(name, value)
+        elif value is not None:
             yield from _translate(name, value)
 
 
@@ -83,18 +166,15 @@ def _translate(name: str, value: Any) -> Iterator[tuple[str, str]]:
     habit = OPTIONS.get(f"--{name.replace('_', '-')}")
     if habit is None and name not in ASKS_NOTHING:
         known = [option.removeprefix("--").replace("-", "_") for option in OPTIONS]
-        near = difflib.get_close_matches(name, [*known, *SECTIONS, *list_keys()], n=1)
+        near = difflib.get_close_matches(name, [*known, *ASKS_NOTHING, *SECTIONS, *list_keys()], n=1)
         hint = f"did you mean {near[0]}?" if near else 'keys are given as cache={"num_tokens": 65536}'
         raise ConfigError(f"unknown option {name!r}; {hint}")
-    if value is None:
-        return
     if habit is None or not habit.key:
         if value and value not in ASKS_NOTHING.get(name, ()):
-            raise ConfigError(
-                f"{name}={value!r}: {habit.answer if habit is not None else 'not supported; leave it out'}"
-            )
+            answer = INSTEAD.get(name, "not supported; leave it out") if habit is None else habit.answer
+            raise ConfigError(f"{name}={value!r}: {answer}")
     elif not habit.value:
-        text = str(value).removeprefix("torch.") if name == "dtype" else format_value(value)
+        text = str(value).removeprefix("torch.") if name == "dtype" else _format(name, value)
         yield habit.key, habit.words.get(text, text)
     elif value is True:
         yield habit.key, habit.value
@@ -102,6 +182,18 @@ def _translate(name: str, value: Any) -> Iterator[tuple[str, str]]:
         raise ConfigError(f"{name}: expected True or False, got {value!r}")
     elif is_flag(habit.key):
         yield habit.key, "false" if habit.value == "true" else "true"
+    else:
+        section, _, key = habit.key.partition(".")
+        yield habit.key, format_value(getattr(getattr(Config(), section), key))
+
+
+def _format(name: str, value: Any) -> str:
+    """Format a value as text; a list of one is its value, as names of models may be given."""
+    if isinstance(value, list | tuple) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, bool | int | float | str | os.PathLike):
+        raise ConfigError(f"{name}: expected one value, got {value!r}")
+    return format_value(value)
 
 
 def list_overrides(config: Config) -> list[str]:

@@ -14,11 +14,15 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
+import toka_async
 from toka_async.client import ConnectionLostError, SyncClient
 from toka_async.socket_folder import socket_folder
 
 STOP_TIMEOUT = 10.0  # seconds for an orderly end
+ROOT = Path(toka_async.__file__).parents[1]
+ADDRESSES = ("toka-async: serving ", "toka-async: direct submission at ")  # lines that a server prints once it is ready
 KEPT_LINES = 20  # of the engine's log, for the error when it ends
 
 
@@ -43,39 +47,32 @@ class EngineProcess:
     def __init__(self, overrides: Sequence[str]) -> None:
         self.end: EngineDeadError | None = None
         self._ending = threading.Lock()  # is held by who closes the client, and never released
-        self._is_ready = False
+        self._ready = threading.Event()  # is set by the end, too
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._folder = ExitStack()
-        url = f"ipc://{self._folder.enter_context(socket_folder())}/direct"
-        self.client = SyncClient(url)
-        own = ["server.host=127.0.0.1", "server.port=0", f"zmq.bind={url}"]
+        self._url = f"ipc://{self._folder.enter_context(socket_folder())}/direct"
+        self.client = SyncClient(self._url)
+        own = ["server.host=127.0.0.1", "server.port=0", f"zmq.bind={self._url}"]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "toka_async.cli", "serve", "--lifeline", *overrides, *own],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.STDOUT,  # libraries may print to either, as much as they like
             text=True,
             errors="replace",
-            # A key that nobody knows, since its HTTP port is for nobody.
-            env={**os.environ, "TOKA_API_KEYS": secrets.token_urlsafe(32)},
+            env=make_environment(),
             process_group=0,  # an interrupt by a terminal or a notebook is meant for this process
         )
         self._thread = threading.Thread(target=self._watch, name="toka-engine", daemon=True)
         self._thread.start()
         try:
-            self._wait_ready()
+            self._ready.wait()
+            if self.end is not None:
+                raise self.end
+            self.client.__enter__()
         except BaseException:
             self.stop()
             raise
-
-    def _wait_ready(self) -> None:
-        assert self._process.stdout is not None
-        if not self._process.stdout.readline():
-            self._thread.join()
-            assert self.end is not None
-            raise self.end
-        self.client.__enter__()
-        self._is_ready = True
 
     def stop(self) -> None:
         """End the engine, and wait for it. Further calls do nothing."""
@@ -87,24 +84,29 @@ class EngineProcess:
             self._process.kill()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+        for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
         self._folder.close()
 
     def _watch(self) -> None:
         """Pass the engine's log on until it ends."""
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(ADDRESSES):
+                if line.rstrip().endswith(self._url):
+                    self._ready.set()
+                continue
             self._lines.append(line)
             if self.end is None:
-                with suppress(OSError, ValueError):  # nobody reads it
+                with suppress(Exception):  # the user's stream may be of any kind, closed, or None
                     sys.stderr.write(line)
                     sys.stderr.flush()
         code = self._process.wait()
-        what = "has ended" if self._is_ready else "did not start"
+        what = "has ended" if self._ready.is_set() else "did not start"
         log = "".join(self._lines).rstrip()
         self._note_end(f"the engine {what} (exit code {code}):\n{log}")
+        self._ready.set()
 
     def _note_end(self, reason: str) -> None:
         """Note the first end, and fail what waits for the engine."""
@@ -113,3 +115,17 @@ class EngineProcess:
             # It was never open, or the interpreter ends and starts no more threads.
             with suppress(ConnectionLostError, RuntimeError):
                 self.client.__exit__(None, None, None)
+
+
+def make_environment() -> dict[str, str]:
+    """Make the environment of the engine: it imports what is installed and this package, and nothing of the working
+    directory, which may be a checkpoint's.
+    """
+    paths = [os.environ.get("PYTHONPATH", ""), "" if "site-packages" in ROOT.parts else str(ROOT)]
+    return {
+        **os.environ,
+        "PYTHONSAFEPATH": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "TOKA_API_KEYS": secrets.token_urlsafe(32),  # that nobody knows, since its HTTP port is for nobody
+        "TOKA_ADMIN_KEYS": "",
+    }

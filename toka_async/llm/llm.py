@@ -9,7 +9,7 @@ from functools import partial
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,15 +17,20 @@ import numpy as np
 from toka_async.arrays import Int32
 from toka_async.client.base_client import BaseClient
 from toka_async.client.results import Result
+from toka_async.control import PauseMode
+from toka_async.llm.engine_options import EngineArgs
 from toka_async.llm.local_engine import LocalEngine, load_tokenizer
-from toka_async.llm.model_texts import Messages
+from toka_async.llm.model_texts import Messages, list_chats
 from toka_async.llm.outputs import RequestOutput, Submittable
 from toka_async.llm.progress_bar import make_bar
 from toka_async.llm.prompts import PlainPrompt, Prompts, list_prompts
 from toka_async.llm.refusals import check_arguments
 from toka_async.llm.sampling_params import SamplingParams
 
+T = TypeVar("T")
+
 AT_ONCE = 1024  # prompts that are prepared before the engine gets them
+TAGS = ("weights", "kv_cache", "scheduling")  # of what sleeps, in vLLM; weights are always awake here
 NOTHING = RequestOutput("", None, [], None, [], False)
 
 OneOrEach = SamplingParams | Sequence[SamplingParams] | None
@@ -48,7 +53,8 @@ class LLM:
             `tensor_parallel_size=2`.
 
     Attributes:
-        llm_engine: its `model_config` has `max_model_len`.
+        llm_engine: has `model_config`, too.
+        model_config: what the engine serves; has `max_model_len`.
 
     Raises:
         ConfigError: an option is unknown, not supported or wrong; the message names it and the fix.
@@ -62,10 +68,19 @@ class LLM:
         *,
         config: Path | str | None = None,
         seed: int | None = 0,
-        chat_template: str | None = None,
+        chat_template: Path | str | None = None,
         **options: Any,
     ) -> None:
         self.llm_engine = LocalEngine(model, config, seed, chat_template, options)
+        self.model_config = self.llm_engine.model_config
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Start what `EngineArgs(model=…, …)` says."""
+        return cls(**vars(engine_args))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an LLM belongs to its process: make one in each, or start `toka-async serve` for all")
 
     def __enter__(self) -> Self:
         return self
@@ -76,6 +91,36 @@ class LLM:
     def shutdown(self) -> None:
         """End the engine and its processes. Running calls of other threads fail."""
         self.llm_engine.shutdown()
+
+    def reset_prefix_cache(self) -> bool:
+        """Let new prompts find nothing of earlier ones. Raises CommandError if the engine cannot."""
+        self.llm_engine.command(lambda trainer: trainer.reset_prefix_cache())
+        return True
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Stop computing, and at level 1 give the memory of the cache back.
+
+        Args:
+            level: 0 or 1; at vLLM's 2, weights would leave the GPU, which they never do.
+            mode: what becomes of running requests, see `Trainer.pause`.
+
+        Raises:
+            CommandError: the engine cannot; on a GPU it needs `enable_sleep_mode=True`.
+        """
+        self.llm_engine.command(lambda trainer: trainer.sleep(level, mode))
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again, and go on.
+
+        Args:
+            tags: which parts, of `weights`, `kv_cache` and `scheduling`; None: all. Computing goes on with `kv_cache`.
+        """
+        if wrong := [tag for tag in tags or () if tag not in TAGS]:
+            raise ValueError(f"tags: expected some of {', '.join(TAGS)}, got {wrong[0]!r}")
+        if tags is None or "kv_cache" in tags:
+            self.llm_engine.command(lambda trainer: trainer.wake())
+        if not self.llm_engine.command(lambda trainer: trainer.state()).is_asleep:
+            self.llm_engine.command(lambda trainer: trainer.resume())
 
     def get_tokenizer(self) -> Any:
         """Load the model's tokenizer as transformers does. Raises ImportError without transformers."""
@@ -91,7 +136,7 @@ class LLM:
         sampling_params: OneOrEach = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Generate the samples of each prompt, in order.
@@ -100,7 +145,7 @@ class LLM:
             prompts: text, token ids, dicts such as `TokensPrompt`, or a list of them.
             sampling_params: for all prompts, or one for each; None: the model's own.
             use_tqdm: show the progress; or a class like tqdm, whose bar shows it.
-            priority: of each prompt; lower ones are first.
+            priority: of all prompts, or of each; lower ones are first.
 
         Raises:
             ValueError: a prompt or parameter is wrong.
@@ -116,12 +161,12 @@ class LLM:
         sampling_params: OneOrEach = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
-        chat_template: str | None = None,
+        chat_template: Path | str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Continue a conversation, or each of several, in order.
@@ -136,7 +181,6 @@ class LLM:
             ValueError: also for malformed messages, and templates that refuse them. Others as `generate`.
         """
         check_arguments(others)
-        chats: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [
             self.llm_engine.texts.render(
                 chat,
@@ -146,7 +190,7 @@ class LLM:
                 tools=tools,
                 kwargs=chat_template_kwargs,
             )
-            for chat in chats
+            for chat in list_chats(messages)
         ]
         return self._run(prompts, sampling_params, use_tqdm, priority)
 
@@ -155,12 +199,13 @@ class LLM:
         prompts: Sequence[PlainPrompt],
         params: OneOrEach,
         use_tqdm: bool | Callable[..., Any],
-        priority: Sequence[int] | None,
+        priority: int | Sequence[int] | None,
     ) -> list[RequestOutput]:
         """Run requests to their end. The engine works on the first ones while others are prepared."""
-        engine, each_params = self.llm_engine, self._spread(params, len(prompts))
-        if priority is not None and len(priority) != len(prompts):
-            raise ValueError(f"priority: {len(priority)} numbers for {len(prompts)} prompts")
+        engine = self.llm_engine
+        params = engine.default_params() if params is None else params
+        each_params = spread("sampling_params", params, SamplingParams, len(prompts))
+        priorities = spread("priority", priority or 0, int, len(prompts))
         bar = make_bar(use_tqdm, len(prompts))
         outputs: list[RequestOutput] = [NOTHING] * len(prompts)
         calls: list[Future[None]] = []
@@ -174,7 +219,7 @@ class LLM:
             for start in range(0, len(prompts), AT_ONCE):
                 part = prompts[start : start + AT_ONCE]
                 requests = engine.prepare(part, each_params[start : start + AT_ONCE], start)
-                groups = group_requests(requests, start, priority)
+                groups = group_requests(requests, priorities[start : start + AT_ONCE], start)
                 calls.append(engine.start(partial(run_groups, groups=groups, take=take)))
             engine.wait(calls)
         finally:
@@ -184,15 +229,17 @@ class LLM:
                 bar.close()
         return outputs
 
-    def _spread(self, params: OneOrEach, count: int) -> Sequence[SamplingParams]:
-        """Return the parameters of each prompt."""
-        if params is None:
-            params = self.get_default_sampling_params()
-        if isinstance(params, SamplingParams):
-            return [params] * count
-        if len(params) != count:
-            raise ValueError(f"sampling_params: {len(params)} for {count} prompts; give one, or one for each")
-        return params
+
+def spread(name: str, given: T | Sequence[T], kind: type[T], count: int) -> Sequence[T]:
+    """Return what was given for each prompt, or for all. Raises ValueError for anything else."""
+    if isinstance(given, kind):
+        return [given] * count
+    each = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    if wrong := [type(value).__name__ for value in each if not isinstance(value, kind)]:
+        raise ValueError(f"{name}: expected {kind.__name__}, got {wrong[0]}")
+    if len(each) != count:
+        raise ValueError(f"{name}: {len(each)} for {count} prompts; give one, or one for each")
+    return each
 
 
 class RequestsGroup(msgspec.Struct, gc=False):
@@ -203,15 +250,14 @@ class RequestsGroup(msgspec.Struct, gc=False):
     places: list[int]
 
 
-def group_requests(requests: Sequence[Submittable], first: int, priority: Sequence[int] | None) -> list[RequestsGroup]:
-    """Group requests by their fields. first: the place of the first one. priority: by place."""
+def group_requests(requests: Sequence[Submittable], priorities: Sequence[int], first: int) -> list[RequestsGroup]:
+    """Group requests by their fields. first: the place of the first one."""
     groups: dict[tuple[int, int, int, str | None], RequestsGroup] = {}
-    for place, request in enumerate(requests, start=first):
-        urgency = 0 if priority is None else priority[place]
-        key = (id(request.params), request.max_tokens, urgency, request.cache_salt)
+    for place, (request, priority) in enumerate(zip(requests, priorities, strict=True), start=first):
+        key = (id(request.params), request.max_tokens, priority, request.cache_salt)
         group = groups.get(key)
         if group is None:
-            group = groups[key] = RequestsGroup(request.make_fields(urgency), [], [])
+            group = groups[key] = RequestsGroup(request.make_fields(priority), [], [])
         group.requests.append(request)
         group.places.append(place)
     return list(groups.values())

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from toka_async.checkpoint.generation import read_generation_defaults
 from toka_async.checkpoint.spec import read_spec
-from toka_async.client import Client, ConnectionLostError
+from toka_async.client import Client, ConnectionLostError, Trainer
 from toka_async.client.base_client import BaseClient
 from toka_async.launch import find_files
 from toka_async.llm.engine_options import list_overrides, make_config
@@ -28,6 +28,7 @@ from toka_async.llm.prompts import PlainPrompt
 from toka_async.llm.sampling_params import SamplingParams
 from toka_async.protocol import Welcome
 from toka_async.text.tokenizer import writes_spaces
+from toka_async.text.tokenizer_files import TokenizerError
 
 T = TypeVar("T")
 
@@ -61,7 +62,7 @@ class LocalEngine:
         model: str,
         config: Path | str | None,
         seed: int | None,
-        chat_template: str | None,
+        chat_template: Path | str | None,
         options: Mapping[str, Any],
     ) -> None:
         made = make_config(model, config, options)
@@ -98,6 +99,12 @@ class LocalEngine:
         with self.explaining():
             return self._process.client.start(call)
 
+    def command(self, give: Callable[[Trainer], Coroutine[Any, Any, T]]) -> T:
+        """Give the engine a command as a trainer does, and wait. Raises CommandError and EngineDeadError."""
+        future = self.start(lambda client: give(Trainer(narrow(client))))
+        with self.explaining():
+            return future.result()
+
     def wait(self, futures: Iterable[Future[None]]) -> None:
         """Wait until all are done, or one has failed. Raises EngineDeadError, and what that one raised."""
         with self.explaining():
@@ -126,11 +133,20 @@ class LocalEngine:
 
         Raises ValueError for a prompt that the model cannot take.
         """
-        self.texts.tokenize(prompts)
+        self._tokenize(prompts, first)
         return [
             self._prepare_one(place, prompt, prompt.token_ids or [], each)
             for place, (prompt, each) in enumerate(zip(prompts, params, strict=True), start=first)
         ]
+
+    def _tokenize(self, prompts: Sequence[PlainPrompt], first: int) -> None:
+        try:
+            self.texts.tokenize(prompts)
+        except TokenizerError as error:
+            if len(prompts) == 1:
+                raise ValueError(f"prompt {first} cannot be tokenized: {error}") from None
+            for place, prompt in enumerate(prompts, start=first):  # one of them is at fault
+                self._tokenize([prompt], place)
 
     def _prepare_one(self, place: int, prompt: PlainPrompt, ids: list[int], params: SamplingParams) -> Submittable:
         if self._has_spaces and not (params.spaces_between_special_tokens or params.skip_special_tokens):
@@ -167,9 +183,14 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 async def read_welcome(client: BaseClient) -> Welcome:
-    assert isinstance(client, Client)
-    assert client.welcome is not None
-    return client.welcome
+    welcome = narrow(client).welcome
+    assert welcome is not None
+    return welcome
+
+
+def narrow(client: BaseClient) -> Client:
+    assert isinstance(client, Client)  # of one engine, not of a pool
+    return client
 
 
 def stop_engine(pid: int, process: EngineProcess) -> None:

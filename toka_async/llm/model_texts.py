@@ -20,21 +20,24 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class ModelTexts:
-    """Reads the tokenizer's files, and the chat template when it is first needed.
+    """Reads the tokenizer's files, and its own chat template when it is first needed.
 
     Args:
         template: source of a chat template, or a file with one; None: the configured one, or the tokenizer's own.
 
     Raises:
         TokenizerError: a file is missing or wrong.
+        ValueError: `template` is neither.
     """
 
-    def __init__(self, folder: Path, model: ModelConfig, template: str | None) -> None:
+    def __init__(self, folder: Path, model: ModelConfig, template: Path | str | None) -> None:
         self.folder = folder
         self.tokenizer = Tokenizer.load(folder)
         self._model = model
-        self._source = template
+        self._given = template
         self._templates: dict[str | None, ChatTemplate] = {}
+        if template is not None:
+            self._find_template(template)
 
     def tokenize(self, prompts: Sequence[PlainPrompt]) -> None:
         """Give token ids to the prompts that have none. Raises TokenizerError."""
@@ -48,7 +51,7 @@ class ModelTexts:
         self,
         messages: Messages,
         *,
-        template: str | None,
+        template: Path | str | None,
         add_generation_prompt: bool,
         continue_final_message: bool,
         tools: Sequence[Mapping[str, Any]] | None,
@@ -73,8 +76,9 @@ class ModelTexts:
         )
         return PlainPrompt(text, None, is_complete=True)
 
-    def _find_template(self, given: str | None) -> ChatTemplate:
-        source = self._source if given is None else given
+    def _find_template(self, given: Path | str | None) -> ChatTemplate:
+        given = self._given if given is None else given
+        source = None if given is None else str(given)
         if source not in self._templates:
             self._templates[source] = self._load_template(source)
         return self._templates[source]
@@ -90,3 +94,16 @@ class ModelTexts:
         if loaded is None:
             raise ValueError("the tokenizer has no chat template: give one with chat_template=")
         return loaded
+
+
+def list_chats(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:
+    """List the conversations of a call: one, or a sequence of them. Raises ValueError for what is none."""
+    chats: Any = [messages] if is_chat(messages) else messages
+    if not isinstance(chats, Sequence) or isinstance(chats, str) or not all(map(is_chat, chats)):
+        raise ValueError("messages: expected dicts with 'role' and 'content', or a list of such conversations")
+    return list(chats)
+
+
+def is_chat(value: Any) -> bool:
+    """Tell whether it is a list of dicts."""
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(each, Mapping) for each in value)

@@ -68,7 +68,8 @@ class RequestOutput(msgspec.Struct, gc=False):
     """A prompt and its samples.
 
     prompt: None where only token ids were given. prompt_logprobs: an entry for each token, None for the first.
-    num_cached_tokens: tokens of the prompt that were found in the cache; None in streams.
+    num_cached_tokens: tokens of the prompt that were found in the cache; None in streams. metrics, lora_request: as
+    vLLM's while it measures nothing and has no adapter.
     """
 
     request_id: str
@@ -78,6 +79,8 @@ class RequestOutput(msgspec.Struct, gc=False):
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int | None = None
+    metrics: None = None
+    lora_request: None = None
 
 
 class Submittable(msgspec.Struct, gc=False):
@@ -93,7 +96,9 @@ class Submittable(msgspec.Struct, gc=False):
 
     def make_fields(self, priority: int, *, stream: bool = False) -> dict[str, Any]:
         """Make the fields of a direct submission. Raises ValueError that names the field at fault."""
-        fields = self.params.make_fields(stream=stream) | {"max_tokens": self.max_tokens}
+        fields = self.params.make_fields(stream=stream)
+        fields["max_tokens"] = self.max_tokens
+        fields["min_tokens"] = min(self.params.min_tokens, self.max_tokens)  # the context may end before
         if priority:
             fields["priority"] = priority
         return fields if self.cache_salt is None else fields | {"cache_salt": self.cache_salt}

@@ -26,7 +26,7 @@ def make_bar(use_tqdm: bool | Callable[..., Any], total: int) -> ProgressBar | N
     if callable(use_tqdm):
         bar: ProgressBar = use_tqdm(total=total, desc=DESCRIPTION, dynamic_ncols=True)
         return bar
-    if use_tqdm and (sys.stderr.isatty() or "ipykernel" in sys.modules):
+    if use_tqdm and sys.stderr is not None and (sys.stderr.isatty() or "ipykernel" in sys.modules):
         return LineBar(sys.stderr, total)
     return None
 

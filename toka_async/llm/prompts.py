@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NotRequired, TypeAlias, TypedDict
+from typing import Any, NotRequired, Protocol, TypeAlias, TypedDict
 
 import msgspec
 import numpy as np
 
+Integer = int | np.integer
 MEDIA = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds", "token_type_ids")
 
 
@@ -26,7 +27,13 @@ class TokensPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
-PromptType: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt
+class Listable(Protocol):
+    """An array or a column of NumPy, torch, pandas or the like."""
+
+    def tolist(self) -> Any: ...
+
+
+PromptType: TypeAlias = str | Sequence[int] | Listable | TextPrompt | TokensPrompt
 Prompts: TypeAlias = PromptType | Sequence[PromptType]
 
 
@@ -47,18 +54,14 @@ def list_prompts(prompts: Prompts) -> list[PlainPrompt]:
     Raises:
         ValueError: something is no prompt; the message has its place.
     """
-    if isinstance(prompts, str | Mapping) or is_token_ids(prompts):
-        return [read_prompt(prompts, "the prompt")]
-    if not isinstance(prompts, Sequence | np.ndarray):
+    plain = make_plain(prompts)
+    if isinstance(plain, str | Mapping) or (
+        isinstance(plain, list | tuple) and plain and isinstance(plain[0], Integer)
+    ):
+        return [read_prompt(plain, "the prompt")]
+    if not isinstance(plain, Sequence) or isinstance(plain, bytes):
         raise ValueError(f"prompts: expected text, token ids or a list of prompts, got {type(prompts).__name__}")
-    return [read_prompt(prompt, f"prompt {place}") for place, prompt in enumerate(prompts)]
-
-
-def is_token_ids(value: Any) -> bool:
-    """Tell whether it is a sequence of integers; an empty one is not."""
-    if isinstance(value, np.ndarray):
-        return value.ndim == 1 and value.dtype.kind in "iu"
-    return isinstance(value, list | tuple) and len(value) > 0 and isinstance(value[0], int | np.integer)
+    return [read_prompt(prompt, f"prompt {place}") for place, prompt in enumerate(plain)]
 
 
 def read_prompt(prompt: Any, name: str) -> PlainPrompt:
@@ -72,19 +75,27 @@ def read_prompt(prompt: Any, name: str) -> PlainPrompt:
             reason = "only text and token ids are supported" if key in MEDIA else "a prompt has no such key"
             raise ValueError(f"{name}: {key!r}: {reason}")
     text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
-    if not (text is None or isinstance(text, str)):
-        raise ValueError(f"{name}: 'prompt' must be text, not {type(text).__name__}")
+    for key, value in (("prompt", text), ("cache_salt", salt)):
+        if not (value is None or isinstance(value, str)):
+            raise ValueError(f"{name}: {key!r} must be text, not {type(value).__name__}")
     if text is None and ids is None:
         raise ValueError(f"{name}: a dict needs 'prompt' or 'prompt_token_ids'")
     return PlainPrompt(text, None if ids is None else read_token_ids(ids, name), salt)
 
 
 def read_token_ids(ids: Any, name: str) -> list[int]:
-    if not is_token_ids(ids):
-        is_empty = isinstance(ids, Sequence | np.ndarray) and not len(ids)
-        what = "has no tokens" if is_empty else "is not text or token ids"
-        raise ValueError(f"{name} {what}")
-    listed: list[int] = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
-    if wrong := [kind.__name__ for kind in set(map(type, listed)) if not issubclass(kind, int | np.integer)]:
+    """Read token ids, of a list or an array, as integers of Python. Raises ValueError."""
+    plain = make_plain(ids)
+    if not isinstance(plain, list | tuple):
+        raise ValueError(f"{name} is not text or token ids, but {type(ids).__name__}")
+    if not plain:
+        raise ValueError(f"{name} has no tokens")
+    kinds = set(map(type, plain))
+    if wrong := [kind.__name__ for kind in kinds if kind is bool or not issubclass(kind, Integer)]:
         raise ValueError(f"{name}: token ids must be integers, not {wrong[0]}")
-    return listed
+    return list(plain) if kinds == {int} else list(map(int, plain))
+
+
+def make_plain(value: Any) -> Any:
+    """Make a list of what has one."""
+    return value.tolist() if hasattr(value, "tolist") else value

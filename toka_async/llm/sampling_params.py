@@ -7,13 +7,15 @@ refuses it. Knows no model and no prompt.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any, Self
 
 from toka_async.openai.errors import ApiError
-from toka_async.openai.fields import UNSUPPORTED, check_fields
+from toka_async.openai.fields import UNSUPPORTED, check_fields, make_unknown_error
+from toka_async.openai.generation import RequestLimits, check_counts, parse_stops
 from toka_async.openai.parse import parse_fields
 from toka_async.openai.requests import DirectRequest, LogprobsMode
 
@@ -22,20 +24,23 @@ ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "extra_args": ({},),
     "flat_logprobs": (False,),
+    "prompt_logprob_start": (0,),
     "prompt_logprob_token_ids": ([],),
     "routed_experts_prompt_start": (0,),
     "skip_reading_prefix_cache": (False,),
     "stream_interval": (1,),
     "trace_decode_token_ids": (False,),
     "truncate_prompt_tokens": (),
+    "watermarking": (False,),
 }
 
-
+MOST = 2**31 - 1
 DIRECT = (  # fields that are the same in a direct submission
     *("n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty"),
     *("frequency_penalty", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "logprobs"),
     *("prompt_logprobs", "logprobs_mode", "skip_special_tokens", "include_stop_str_in_output", "allowed_token_ids"),
 )
+ANY_MODEL = RequestLimits(MOST, MOST, MOST, MOST)  # its own limits the engine checks
 
 
 class RequestOutputKind(Enum):
@@ -70,8 +75,8 @@ class SamplingParams:
     """How the samples of a prompt are drawn, and what is said of them.
 
     Names, meanings and defaults are vLLM's; server/API.md explains them, and also `logprobs_mode`, which vLLM has for a
-    whole engine only. `max_tokens=None` is the rest of the context. A field that the engine does not have is refused by
-    its name, unless its value asks for nothing.
+    whole engine only. `max_tokens=None` is the rest of the context, `seed=-1` is none. A field that the engine does not
+    have is refused by its name, unless its value asks for nothing.
 
     Raises:
         ValueError: a field is unknown, not supported, or out of range; the message names it.
@@ -116,7 +121,7 @@ class SamplingParams:
         self.top_p = top_p
         self.top_k = top_k
         self.min_p = min_p
-        self.seed = seed
+        self.seed = None if seed == -1 else seed
         self.stop = [stop] if isinstance(stop, str) else list(stop or ())
         self.stop_token_ids = list(stop_token_ids or ())
         self.ignore_eos = ignore_eos
@@ -140,6 +145,11 @@ class SamplingParams:
         except ApiError as error:
             raise ValueError(f"SamplingParams: {error}") from None
         self.make_fields()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in FIELDS:
+            raise AttributeError(f"SamplingParams: {make_unknown_error(name, FIELDS, '')}")
+        super().__setattr__(name, value)
 
     @classmethod
     def from_optional(cls, **fields: Any) -> Self:
@@ -166,7 +176,9 @@ class SamplingParams:
             fields["structured_outputs"] = {name: value for name, value in wishes.items() if value not in (None, False)}
         fields["text"] = bool(self.stop) or (stream and self.detokenize)
         try:
-            parse_fields({**fields, "seed": self.seed}, DirectRequest)
+            request = parse_fields({**fields, "seed": self.seed}, DirectRequest)
+            check_counts(request, ANY_MODEL, self.max_tokens)
+            parse_stops(request.stop)
         except ApiError as error:
             raise ValueError(f"SamplingParams: {error}") from None
         return fields
@@ -178,3 +190,6 @@ class SamplingParams:
 
     def __repr__(self) -> str:
         return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+
+FIELDS = inspect.signature(SamplingParams).parameters.keys() - {"others"}

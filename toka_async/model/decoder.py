@@ -51,14 +51,15 @@ class Decoder(nn.Module):
         self.layouts = layouts or LayoutPolicy(Replicated(comm))
         self.part = part = part or all_layers(spec)
         self.num_heads = share_of(spec.num_heads, comm).size  # the rank's query heads
-        self.embedding = VocabularyMatrix(spec.embedding_matrix, comm, ops) if part.is_first else None
+        fp32 = spec.fp32_logits
+        self.embedding = VocabularyMatrix(spec.embedding_matrix, comm, ops, fp32=fp32) if part.is_first else None
         self.rope = Rope(spec.rope, spec.head_dim, ops.compute_rotation)
         self.layers = nn.ModuleList(Layer(spec, part.first + index, index, comm, ops) for index in range(part.size))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, ops) if part.is_last else None
         self.head: VocabularyMatrix | None = None
         if part.is_last:
             tied = self.embedding if spec.tie_embeddings else None
-            self.head = tied or VocabularyMatrix(spec.head_matrix, comm, ops)
+            self.head = tied or VocabularyMatrix(spec.head_matrix, comm, ops, fp32=fp32)
 
     def forward(
         self, inputs: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None
@@ -116,7 +117,7 @@ class Decoder(nn.Module):
         """Yields how steps use each matrix, which the start tunes."""
         for layer in self.list_layers():
             yield from layer.uses()
-        if self.head is not None:
+        if self.head is not None and not self.head.fp32:  # torch computes products to float32
             yield MatrixUse(self.head, of_samples=True)
 
     def parts(self) -> Iterator[tuple[str, WeightPart]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,13 +23,17 @@ from toka_async.model.matrices.share import padded_share_of, whole_of
 
 
 class VocabularyMatrix(DenseMatrix):
-    """A row for each token id: embeds ids, scores hidden states, or both; each rank holds a part of the rows."""
+    """A row for each token id: embeds ids, scores hidden states, or both; each rank holds a part of the rows.
 
-    def __init__(self, spec: MatrixSpec, comm: Comm, ops: Ops) -> None:
+    fp32: logits are float32, as products are summed, and not rounded to the model's dtype.
+    """
+
+    def __init__(self, spec: MatrixSpec, comm: Comm, ops: Ops, *, fp32: bool = False) -> None:
         share, num_rows = padded_share_of(spec.num_outputs, comm)
         super().__init__(spec, [whole_of(num_rows)], whole_of(spec.num_inputs), ops)
         self.comm = comm
         self.share = share
+        self.fp32 = fp32
 
     def embed(self, token_ids: Tensor, layout: ActivationLayout) -> Tensor:
         """int64 [t] to [u, dim]."""
@@ -41,15 +46,24 @@ class VocabularyMatrix(DenseMatrix):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[s, dim] to [s, ids]: the ids of all ranks, on every rank."""
-        return self.comm.all_gather(self.ops.linear(hidden, self.weight), 1)[:, : self.share.total]
+        return self.comm.all_gather(self._score(hidden), 1)[:, : self.share.total]
 
     def own_logits(self, hidden: Tensor) -> Tensor:
         """[s, dim], the same on all ranks, to [s / ranks, ids]: the rank's rows. Ranks divide s > 0."""
         ranks = self.comm.size
-        part = self.ops.linear(hidden, self.weight)  # all rows, the rank's ids
+        part = self._score(hidden)  # all rows, the rank's ids
         parts = self.comm.all_to_all(part.view(ranks, -1, part.shape[1]))
         # The padding's ids are the last ones.
         return parts.transpose(0, 1).reshape(len(hidden) // ranks, -1)[:, : self.share.total]
+
+    def _score(self, hidden: Tensor) -> Tensor:
+        """[s, dim] to [s, the rank's ids]."""
+        if not self.fp32 or self.weight.dtype == torch.float32:
+            return self.ops.linear(hidden, self.weight)
+        if hidden.is_cuda:
+            logits: Tensor = torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
+            return logits
+        return F.linear(hidden.float(), self.weight.float())  # of 16 bits each, so that products are the same
 
     def parts(self) -> Iterator[tuple[str, WeightPart]]:
         """Yields the rows of ids; what fills up the last ranks' is in no checkpoint."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from toka_async.openai.errors import ApiError, bad_request
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -108,13 +110,25 @@ def parse_part(part: Any, where: str) -> Message:
 
 
 def parse_tool_calls(calls: Any, where: str) -> list[Message]:
-    """Checks that each earlier call has a `function` object; templates write the calls out."""
+    """Returns the earlier calls with their arguments as objects, since most templates write them as JSON themselves."""
     if not isinstance(calls, list):
         raise make_type_error(where, "must be a list", calls)
-    for index, call in enumerate(calls):
-        if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
-            raise make_type_error(f"{where}[{index}]", "must be an object with a 'function' object", call)
-    return calls
+    return [parse_tool_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
+
+
+def parse_tool_call(call: Any, where: str) -> Message:
+    if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
+        raise make_type_error(where, "must be an object with a 'function' object", call)
+    place = f"{where}.function.arguments"
+    if not isinstance(text := function.get("arguments"), str):
+        return call
+    try:
+        arguments = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        raise bad_request(f"'{place}' must be JSON", param=place) from None
+    if not isinstance(arguments, dict):
+        raise bad_request(f"'{place}' must be a JSON object", param=place)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def require_string(value: Any, where: str) -> str:

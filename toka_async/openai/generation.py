@@ -98,7 +98,8 @@ class GenerationParams:
     of a stream has its sample's usage so far. pad_chunks: chunks hide the length of their text. pack_logprobs: samples'
     log-probs are arrays in the response's `system_fingerprint`. pack_columns: all log-probs are arrays in fields of
     their own. grammar_param: the field that outputs' grammar comes from. has_text: the answer has the samples' texts.
-    request_id: the client's; empty: it gave none.
+    request_id: the client's; empty: it gave none. is_parsed: reasoning and tool calls are told from the text, which has
+    the special tokens that mark them.
     """
 
     n: int
@@ -128,6 +129,7 @@ class GenerationParams:
     has_text: bool = True
     spaces_between_special_tokens: bool = True
     request_id: str = ""
+    is_parsed: bool = False
 
 
 def completion_generation(request: CompletionRequest, limits: RequestLimits, defaults: Defaults) -> GenerationParams:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, TypeVar, get_args
 
@@ -100,9 +101,16 @@ def select_given_fields(fields: dict[str, Any], kind: type[WireRequest], where: 
 @cache
 def find_objects(kind: type[WireRequest]) -> dict[str, type[WireRequest]]:
     """The fields of a request that are objects with fields of their own, or lists of such objects."""
-    inside = {field.encode_name: (field.type, *get_args(field.type)) for field in msgspec.structs.fields(kind)}
+    inside = {field.encode_name: list(find_parts(field.type)) for field in msgspec.structs.fields(kind)}
     types = {name: [each for each in given if isinstance(each, type)] for name, given in inside.items()}
     return {name: each for name, given in types.items() for each in given if issubclass(each, WireRequest)}
+
+
+def find_parts(kind: Any) -> Iterator[Any]:
+    """A type, and the types that it is made of."""
+    yield kind
+    for part in get_args(kind):
+        yield from find_parts(part)
 
 
 def decode_object(raw: bytes | bytearray) -> dict[str, Any]:

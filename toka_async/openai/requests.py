@@ -17,6 +17,7 @@ MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
 MAX_STOP_CHARS = 8192  # all stop strings of a request together
 MAX_CHOICES = 4096
+MAX_TOOLS = 512
 MAX_IDS = 16384  # in `stop_token_ids` and `logit_bias`
 
 ANY_MODEL = ("", "default", "none")  # names that clients of other servers write for the one that is served
@@ -43,6 +44,7 @@ Prompts = Annotated[
 ]
 PromptIds = Annotated[list[Any], Meta(extra_json_schema={"items": _ID, "minItems": 1})]
 Salt = Annotated[str, Meta(min_length=1, max_length=1024)]
+ToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 Priority = Annotated[int, Meta(ge=-MAX_COUNT, le=MAX_COUNT)]
 Stop = Annotated[str, Meta(extra_json_schema={"minLength": 1, "maxLength": MAX_STOP_LENGTH})]
 Stops = Annotated[list[Stop], Meta(extra_json_schema={"maxItems": MAX_STOPS})]
@@ -165,6 +167,47 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True):
     session_id: str | None = None
 
 
+class ToolFunction(WireRequest, frozen=True, kw_only=True):
+    """What a tool is: its parameters are a JSON schema, absent where it has none."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+
+class Tool(WireRequest, frozen=True, kw_only=True):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class FunctionName(WireRequest, frozen=True, kw_only=True):
+    name: ToolName
+
+
+class NamedTool(WireRequest, frozen=True, kw_only=True):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(WireRequest, frozen=True, kw_only=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class ToolChoice(WireRequest, frozen=True, kw_only=True):
+    """One function by name, or the tools that are allowed. `tools` checks that it has what its type says."""
+
+    type: Literal["function", "allowed_tools"]
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+
+
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
     """POST /v1/completions. `prompts` parses `prompt`; very many token ids are int32 arrays in a list."""
 
@@ -199,6 +242,11 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
     apply_chat_template_overrides: dict[str, Any] = {}  # Tokasaurus' name of the same
+    tools: Tools = []
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
 
 class ChatBatchRequest(ChatRequest, frozen=True, kw_only=True):
@@ -214,7 +262,6 @@ class TokenizeRequest(WireRequest, frozen=True, kw_only=True):
     """POST /tokenize: a prompt or chat messages."""
 
     unsupported: ClassVar[Unsupported] = {
-        "tools": ([],),
         "chat_template": (),
         "media_io_kwargs": ({},),
         "mm_processor_kwargs": ({},),
@@ -227,6 +274,7 @@ class TokenizeRequest(WireRequest, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    tools: Tools = []
     return_token_strs: bool = False
 
 

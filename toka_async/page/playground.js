@@ -154,6 +154,7 @@ class Run {
     this.numTokens = 0;
     this.usage = null;
     this.frame = 0;
+    this.thinking = new Set(); // the samples that have said no word of their answers yet
     this.n = n;
     byId("results").classList.add("waiting");
   }
@@ -185,12 +186,22 @@ class Run {
       if (tokens.length) byId("colours").classList.add("used");
       this.board.add({
         index: choice.index,
-        text: choice.text ?? choice.delta?.content ?? "",
+        text: this.textOf(choice),
         tokens,
         numTokens,
         finish: choice.finish_reason,
       });
     }
+  }
+
+  // What a choice adds: text; of a chat also what the model thinks, and its calls.
+  textOf({ index, text, delta }) {
+    if (!delta) return text;
+    const calls = (delta.tool_calls ?? []).map(({ function: called }) => `${called.name}(${called.arguments})`);
+    const said = [...(delta.content ? [delta.content] : []), ...calls].join("\n");
+    if (delta.reasoning) this.thinking.add(index);
+    const isAnswer = said !== "" && this.thinking.delete(index);
+    return (delta.reasoning ?? "") + (isAnswer || calls.length ? "\n\n" : "") + said;
   }
 
   // It has ended, one way or another: what it measured stays.

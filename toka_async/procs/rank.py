@@ -14,7 +14,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -101,7 +101,7 @@ def serve_simulated(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbo
     matchers = None if vocabulary is None else RowMatchers(vocabulary, ready.max_seqs, count_mask_threads(1))
     rank = SimulatedRank(ready, config.simulated, matchers=matchers)
     if config.simulated.gpu:
-        lock_gpu(config, f"{config.simulated.gpu}-{make_coords(link.spec).device_index}")
+        lock_gpu(config, f"{config.simulated.gpu}-{name_gpu(make_coords(link.spec).device_index, os.environ)}")
     announce(link, results, ready)
     answers = link.spec.rank == link.spec.topology.layout.answering
     while True:
@@ -117,6 +117,12 @@ def serve_simulated(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbo
                 done = rank.run(part)
                 if answers:
                     results.send(done)
+
+
+def name_gpu(index: int, environ: Mapping[str, str]) -> str:
+    """Name a GPU as CUDA would: by its place in CUDA_VISIBLE_DEVICES, or its index without one there."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return visible[index] if index < len(visible) and visible[index] else str(index)
 
 
 def misses_gpu(spec: ChildSpec) -> bool:

@@ -13,6 +13,9 @@ from ray.data.checkpoint import CheckpointConfig
 
 from toka_async.checkpoint.limits import MAX_SEQS
 from toka_async.config import Config, load_config
+from toka_async.openai.errors import ApiError
+from toka_async.openai.parse import parse_fields
+from toka_async.openai.requests import DirectRequest
 from toka_async.ray.fleet import count_gpus, list_overrides
 from toka_async.ray.keys import FleetKeys
 from toka_async.ray.row_engine import RowEngine, RowPlan
@@ -74,13 +77,17 @@ def generate(
 
     Raises:
         ConfigError: the configuration is wrong.
-        ValueError: `output` without `id_column`, or `n` in `sampling`.
+        ValueError: `output` without `id_column`, what is wrong in `sampling`, or the column that is not there.
     """
     fields = dict(sampling or {})
     if output is not None and id_column is None:
         raise ValueError("output needs id_column: it says which rows are done")
     if "n" in fields:
         raise ValueError("the number of samples is `samples`, not n of `sampling`")
+    try:
+        parse_fields({**fields, "n": samples}, DirectRequest)  # otherwise every row would be answered by this error
+    except ApiError as error:
+        raise ValueError(f"sampling: {error}") from None
     overrides = [f"parallel.tp={tp}", f"parallel.pp={pp}", *list_overrides(model, config)]
     loaded = load_config(None, overrides)
     num_gpus = count_gpus(loaded)
@@ -92,6 +99,10 @@ def generate(
         num_cpus=num_cpus,
         resources=resources or {},
     )
+    columns = ds.columns(fetch_if_missing=False)  # what a dataset is made of says it, or nothing does yet
+    for column in (prompt_column, id_column):
+        if columns is not None and column is not None and column not in columns:
+            raise ValueError(f"there is no column {column!r}; there are {', '.join(columns)}")
     most = find_max_seqs(loaded)
     rows = block_rows or guess_block_rows(most, samples, fields)
     least_replicas, most_replicas = (replicas, replicas) if isinstance(replicas, int) else replicas

@@ -25,7 +25,6 @@ from toka_async.ray.status import ReplicaPlan, ReplicaStatus
 NAMESPACE = "toka-async"  # of the names of detached fleets
 OWN = ("server.port", "server.tls_", "zmq.bind", "zmq.key", "zmq.clients", "zmq.insecure")
 REFRESH = 1.0  # seconds
-WITHOUT_GPUS = ("cpu", "simulated")
 
 
 class FleetError(Exception):
@@ -42,7 +41,8 @@ class Fleet:
         replicas: how many.
         model: a hub id, or a directory that every node has.
         tp, pp: tensor-parallel ranks of a stage, and pipeline stages, of each replica.
-        name: makes the fleet detached: it outlives this process, until `close`. Others get it by `Fleet.find(name)`.
+        name: makes the fleet detached: it outlives this process and `with`, until `close`. Others get it by
+            `Fleet.find(name)`.
         num_cpus: CPUs that a replica takes of its node's, in Ray's count.
         resources: custom resources of Ray that a replica takes, for certain nodes only.
         config: the configuration, as `section={"key": value}`, as `"section.key"`, and as other engines name options,
@@ -79,7 +79,6 @@ class Fleet:
             num_cpus=num_cpus,
             resources=resources or {},
         )
-        # A detached manager is started again after the loss of its node, with the replicas that it had at first.
         lasting = {
             "name": name,
             "namespace": NAMESPACE,
@@ -90,18 +89,20 @@ class Fleet:
         options: dict[str, Any] = {} if name is None else lasting
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=name is not None)
         manager = ray.remote(FleetManager).options(num_cpus=0, scheduling_strategy=here, **options)
-        self._attach(manager.remote(plan, replicas), plan)
+        self._attach(manager.remote(plan, is_detached=name is not None), plan, is_detached=name is not None)
+        self.scale(replicas)
 
     @classmethod
     def find(cls, name: str) -> Self:
         """Find a detached fleet. Raises ValueError if there is none of this name."""
         fleet = cls.__new__(cls)
         fleet._manager = ray.get_actor(name, NAMESPACE)
-        fleet._attach(fleet._manager, fleet._ask("get_plan"))
+        fleet._attach(fleet._manager, fleet._ask("get_plan"), is_detached=True)
         return fleet
 
-    def _attach(self, manager: Any, plan: ReplicaPlan) -> None:
+    def _attach(self, manager: Any, plan: ReplicaPlan, *, is_detached: bool) -> None:
         self._manager = manager
+        self._is_detached = is_detached
         self._folder = TemporaryDirectory(prefix="toka-fleet-")
         self.key, self.server_key = plan.keys.write_for_client(Path(self._folder.name))
 
@@ -109,7 +110,8 @@ class Fleet:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+        if not self._is_detached:
+            self.close()
 
     def wait(self, count: int | None = None, timeout: float | None = None) -> None:
         """Wait until `count` replicas serve. Those that do not are started further.
@@ -153,8 +155,10 @@ class Fleet:
     def scale(self, replicas: int) -> None:
         """Change the number of replicas. Returns when those that are too many have finished their requests and ended.
 
-        New ones are started meanwhile: see `wait`.
+        New ones are started meanwhile: see `wait`. Raises ValueError for less than none.
         """
+        if replicas < 0:
+            raise ValueError(f"{replicas} replicas: expected 0 or more")
         self._ask("scale", replicas)
 
     def drain(self, address: str) -> None:
@@ -200,6 +204,8 @@ def list_overrides(model: str, options: Mapping[str, Any]) -> list[str]:
 
 
 def count_gpus(config: Config) -> int:
-    """Count the GPUs of a replica."""
-    parallel = config.parallel
-    return 0 if config.model.device in WITHOUT_GPUS else parallel.dp * parallel.pp * parallel.tp
+    """Count the GPUs of a replica, also those that a simulated one pretends to have."""
+    parallel, device = config.parallel, config.model.device
+    if device == "cpu" or (device == "simulated" and not config.simulated.gpu):
+        return 0
+    return parallel.dp * parallel.pp * parallel.tp

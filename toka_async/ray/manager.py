@@ -56,14 +56,18 @@ class Member:
 
 
 class FleetManager:
-    """Keeps `num_replicas` replicas of a plan."""
+    """Keeps replicas of a plan: none until `scale`, or those of this actor's life before if it is detached.
 
-    def __init__(self, plan: ReplicaPlan, num_replicas: int) -> None:
+    Their placement groups say how many these are: Ray keeps detached groups when this actor is lost.
+    """
+
+    def __init__(self, plan: ReplicaPlan, *, is_detached: bool) -> None:
         self._plan = plan
+        self._lifetime = "detached" if is_detached else None
         self._members: dict[int, Member] = {}
         self._restarts = Restarts(time.monotonic)
-        self._remove_groups()
-        self._scale(num_replicas)
+        for index, group in self._find_groups().items():
+            self._add(index, group)
 
     async def get_plan(self) -> ReplicaPlan:
         return self._plan
@@ -78,10 +82,13 @@ class FleetManager:
         too_many = wanted[num_replicas:]
         for _ in range(num_replicas - len(wanted)):
             index = next(index for index in range(len(self._members) + 1) if index not in self._members)
-            group = placement_group([self._plan.make_bundle()], name=f"{self._plan.fleet}-{index}")
-            member = self._members[index] = Member(index, group)
-            member.task = asyncio.create_task(self._keep(member))
+            name = f"{self._plan.fleet}-{index}"
+            self._add(index, placement_group([self._plan.make_bundle()], name=name, lifetime=self._lifetime))
         return [asyncio.create_task(self._drain(self._members[index])) for index in too_many]
+
+    def _add(self, index: int, group: PlacementGroup) -> None:
+        member = self._members[index] = Member(index, group)
+        member.task = asyncio.create_task(self._keep(member))
 
     async def drain(self, address: str) -> bool:
         """Let a replica finish its requests, and end it for good; False: no replica has this address."""
@@ -119,11 +126,11 @@ class FleetManager:
                 member.task.cancel()
             self._remove(member)
 
-    def _remove_groups(self) -> None:
-        """Remove what an earlier life of this actor has left: Ray keeps placement groups."""
-        for table in placement_group_table().values():
-            if table["name"].startswith(f"{self._plan.fleet}-") and table["state"] != "REMOVED":
-                remove_placement_group(get_placement_group(table["name"]))
+    def _find_groups(self) -> dict[int, PlacementGroup]:
+        """Find the fleet's placement groups that an earlier life of this actor has left, by the replica's index."""
+        names = (table["name"] for table in placement_group_table().values() if table["state"] != "REMOVED")
+        own = [name for name in names if name.startswith(f"{self._plan.fleet}-")]
+        return {int(name.rpartition("-")[2]): get_placement_group(name) for name in own}
 
     async def list_statuses(self) -> list[ReplicaStatus]:
         return [self._describe(self._members[index]) for index in sorted(self._members)]
@@ -158,8 +165,14 @@ class FleetManager:
     async def _keep(self, member: Member) -> None:
         """Keep the replica, life after life, until this task is cancelled."""
         while True:
-            await self._place(member)
-            await self._live(member)
+            try:
+                await self._place(member)
+                await self._live(member)
+            except RayTaskError as error:
+                member.problem = " ".join(str(error.cause).split())
+            except Exception as error:  # of Ray, when the replica or the head is lost; the rest of its text is advice
+                member.problem = str(error).partition("\n")[0]
+            member.failures += member.state == "loading"
             member.note("waiting")
             delay = self._restarts.note_lost(member.index)
             logger.warning("%s; it starts again in %g s", self._describe(member).describe(), delay)
@@ -197,12 +210,9 @@ class FleetManager:
             member.note("serving")
             self._restarts.note_success(member.index)
             await member.actor.wait_end.remote()
-        except RayTaskError as error:
-            member.problem = " ".join(str(error.cause).split())
-        except RayError as error:  # the rest of its text is advice
-            member.problem = str(error).partition("\n")[0]
-        member.failures += member.state == "loading"
-        ray.kill(member.actor)
+        except Exception:
+            ray.kill(member.actor)
+            raise
 
 
 def is_hopeless(status: ReplicaStatus) -> bool:

@@ -25,6 +25,7 @@ from toka_async.ray.status import ReplicaPlace, ReplicaPlan
 ERROR = "__inference_error__"
 SAMPLING = "sampling_params"  # a column with parameters of single rows
 TIMEOUT = 60.0  # seconds for the first connection: the engine serves already
+TOKENIZED = 16  # chats at once
 OUTPUT: dict[str, pa.DataType] = {  # of one sample; of several, lists of these
     "generated_text": pa.string(),
     "generated_tokens": pa.list_(pa.int32()),
@@ -59,15 +60,21 @@ class RowEngine:
         self._folder = TemporaryDirectory(prefix="toka-client-")
         key, server_key = replica.keys.write_for_client(Path(self._folder.name))
         self._client = Client(self._place.address, key=key, server_key=server_key, timeout=TIMEOUT)
-        self._connecting: asyncio.Task[Client] | None = None
+        self._connecting: asyncio.Task[None] | None = None
+
+    async def _connect(self) -> None:
+        await self._client.__aenter__()
+        self._http = aiohttp.ClientSession(self._place.url, connector=aiohttp.TCPConnector(limit=TOKENIZED))
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
+        if self._rows.prompt_column not in batch.column_names:
+            raise ValueError(f"there is no column {self._rows.prompt_column!r}; there are {batch.column_names}")
         if self._connecting is None:
-            self._connecting = asyncio.create_task(self._client.__aenter__())
+            self._connecting = asyncio.create_task(self._connect())
         try:
             await asyncio.shield(self._connecting)
             answers = await asyncio.gather(*map(self._answer, batch.to_pylist()))
-        except ConnectionLostError:
+        except (ConnectionLostError, aiohttp.ClientConnectionError):
             os._exit(1)
         return append_answers(batch, answers, self._rows.samples)
 
@@ -80,7 +87,7 @@ class RowEngine:
                 seed = make_seed(self._rows.seed, row[self._rows.id_column])
             prompt = row[self._rows.prompt_column]
             if is_chat(prompt):
-                prompt = await tokenize_chat(self._place.url, prompt)
+                prompt = await tokenize_chat(self._http, prompt)
             return await self._client.generate(prompt, seed=seed, **fields)
         except RequestError as error:
             if error.code == "engine_stopped":
@@ -88,16 +95,15 @@ class RowEngine:
             return str(error)
 
 
-async def tokenize_chat(url: str, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Turn chat messages into token ids, by the template of the server's model. Raises RequestError.
+async def tokenize_chat(http: aiohttp.ClientSession, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Turn chat messages into token ids, by the template of the server's model.
+
+    Raises RequestError, and aiohttp.ClientConnectionError when the server is lost.
 
     Ray Data gives every message all keys that one of them has; those without a value are left out.
     """
     given = [{name: value for name, value in each.items() if value is not None} for each in messages]
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(f"{url}/tokenize", json={"messages": given}) as response,
-    ):
+    async with http.post("/tokenize", json={"messages": given}) as response:
         answer = msgspec.json.decode(await response.read())
     if response.status != 200:
         raise RequestError(answer["error"]["message"], field="messages", status=response.status)

@@ -197,8 +197,9 @@ def try_editing(vocab_size: int, page_size: int, dtype: torch.dtype, device: tor
         RowTokens(history, history),
     )
     kernels.edit(*rows, torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32, device=device))
-    token_ids, logprobs, *_ = drawing.draw_measured(*rows[:4])
-    kernels.restore(*rows, (token_ids, logprobs))
+    floats = torch.zeros(1, dtype=torch.float32, device=device)
+    drawing.measure(rows[0], slots, rows[3], (torch.zeros(1, dtype=torch.int32, device=device), floats))
+    kernels.restore(*rows, (slots, floats))
 
 
 def _find_passes(params: Params) -> Int32:

@@ -36,6 +36,7 @@ from toka_async.server.sglang.weights import NAP, OPEN_UPDATE, Nap, OpenUpdate
 from toka_async.server.vllm import routes as vllm
 from toka_async.server.vllm.info import FACTS
 from toka_async.text.chat import ChatTemplate
+from toka_async.text.template_file import find_response_format
 from toka_async.text.tokenizer import Tokenizer
 
 NUM_THREADS = 2  # for text; they hold the interpreter's lock much of the time
@@ -128,4 +129,5 @@ def create_service(
         executor,
         Accounts(config.limits, config.auth),
         logs_prompts=config.log.prompts,
+        response_format=find_response_format(config.model, tokenizer, chat_template),
     )

@@ -161,7 +161,7 @@ def count_graph_bytes(spec: ModelSpec, dtype: torch.dtype, num_rows: int, num_to
     num_rows: of the largest decoding step. num_tokens: of the largest step with prompts, whose logits are not captured.
     """
     a_token = count_token_bytes(spec, dtype) - bytes_per_token(spec, dtype)
-    return num_rows * (a_token + spec.vocab_size * dtype.itemsize) + num_tokens * a_token
+    return num_rows * (a_token + spec.count_logit_bytes(dtype.itemsize)) + num_tokens * a_token
 
 
 def count_graph_tokens(graphs: GraphsConfig, spec: ModelSpec, dtype: torch.dtype, total: int, max_tokens: int) -> int:
@@ -192,5 +192,5 @@ def count_graph_rows(graphs: GraphsConfig, spec: ModelSpec, dtype: torch.dtype, 
 
 def count_row_bytes(spec: ModelSpec, limits: RankLimits, dtype: torch.dtype, page_size: int, num_parts: int = 1) -> int:
     """Counts the bytes of a row: its logits, its line in the page table, its sampling parameters."""
-    logits = -(-spec.vocab_size * dtype.itemsize // num_parts)
+    logits = -(-spec.count_logit_bytes(dtype.itemsize) // num_parts)
     return logits + spec.vocab_size // 4 + 4 * limits.max_context // page_size

@@ -47,8 +47,9 @@ def list_compile_tasks(
     if spec.vocab_size:
         from toka_async.runner.kernel_sampler import try_editing, try_sampling
 
-        tasks.append(partial(try_sampling, spec.vocab_size, dtype, device))
-        tasks.append(partial(try_editing, spec.vocab_size, page_size, dtype, device))
+        of_logits = torch.float32 if spec.fp32_logits else dtype
+        tasks.append(partial(try_sampling, spec.vocab_size, of_logits, device))
+        tasks.append(partial(try_editing, spec.vocab_size, page_size, of_logits, device))
     from toka_async.startup.layer_trials import list_layer_trials
 
     return tasks + list_layer_trials(spec, dtype, stored, device, page_size)

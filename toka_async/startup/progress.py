@@ -32,12 +32,13 @@ class StartupProgress:
     ) -> None:
         """shown: on the stream, if it is a terminal. logged: in the log, if it is none; the last line in any case.
 
-        stream: None: standard error.
+        stream: None: standard error, which a process may lack.
         """
         self.seconds: dict[str, float] = {}
         self._stream = stream = stream or sys.stderr
-        self._on_terminal = shown and stream.isatty()
-        self._in_log = logged and not stream.isatty()
+        is_terminal = stream is not None and stream.isatty()
+        self._on_terminal = shown and is_terminal
+        self._in_log = logged and not is_terminal
         self._reports = logged
         self._tick = tick
         self._lock = threading.Lock()  # of what follows, for the thread

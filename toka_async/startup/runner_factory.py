@@ -112,6 +112,7 @@ class RunnerFactory:
         vocabulary: for grammars; None: no request has one.
         """
         self.model_dir = model_dir
+        spec = msgspec.structs.replace(spec, fp32_logits=config.model.fp32_logits)
         self.spec = spec = group_experts(spec, config.parallel.ep)
         self.config = config
         self.coords = coords

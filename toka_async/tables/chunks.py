@@ -5,6 +5,7 @@ Parquet and Arrow rows stay columns of pyarrow until somebody asks for their val
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -123,12 +124,20 @@ def read_chunks(source: Source, columns: Sequence[str] | None = None) -> Iterato
 
 
 def list_columns(source: Source) -> list[str]:
-    """The names of the columns, of the first file or of all rows of JSONL. Raises TableError."""
+    """The names of the columns, of the first file or of all rows of JSONL.
+
+    Raises:
+        TableError: a file cannot be read, or no row of JSONL has a column.
+    """
     if source.form != "jsonl":
         return [name for path in source.files[:1] for name in _read_file_schema(path).names]
     names: dict[str, None] = {}
+    faults: dict[int, str] = {}
     for chunk in _read_all_jsonl(source):
         names.update(dict.fromkeys(chunk.list_names()))
+        faults = faults or chunk.find_faults()
+    if not names:
+        raise TableError(next(iter(faults.values()), "the data set has no rows"))
     return list(names)
 
 
@@ -208,6 +217,7 @@ def _read_all_jsonl(source: Source) -> Iterator[JsonChunk]:
 
 def _read_jsonl(path: Path) -> Iterator[JsonChunk]:
     with path.open("rb") as file:
+        file.seek(len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0)
         lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
         while some := list(islice(lines, CHUNK)):
             yield JsonChunk([_read_line(path, number, line) for number, line in some])

@@ -69,19 +69,21 @@ class TableJob:
         if self.output.exists():
             raise TableError(f"{self.output} exists already, and no run has begun it: remove it or name another")
         self.folder.mkdir(exist_ok=True)
-        if any(each != self.requests_path for each in self.folder.iterdir()):
+        written = self.folder / "facts.part"
+        if any(each not in (self.requests_path, written) for each in self.folder.iterdir()):
             raise TableError(f"{self.folder} is the folder of another run: remove it or name another --output")
         num_rows = self._write_lines()
         if not num_rows:
             raise TableError("the data set has no rows")
-        written = self.folder / "facts.part"
         written.write_bytes(msgspec.json.encode(msgspec.structs.replace(facts, num_rows=num_rows)))
         written.rename(self._facts_path)
         return num_rows
 
     def is_written(self) -> bool:
-        """Tells whether the output has the newest results."""
-        if not self.output.is_file():
+        """Tells whether the output has the newest results, and the columns that are wanted now."""
+        if not (self.output.is_file() and self._format_path.is_file()):
+            return False
+        if self._format_path.read_bytes() != msgspec.json.encode(self.format):
             return False
         results = [each.stat().st_mtime_ns for each in (self.answers_path, self.errors_path) if each.is_file()]
         return self.output.stat().st_mtime_ns >= max(results, default=0)
@@ -95,10 +97,16 @@ class TableJob:
         ):
             for start, chunk in self._read([*self.format.keep, self.requests.column]):
                 writer.write(chunk, self._collect(answers, start, chunk))
+        self._format_path.write_bytes(msgspec.json.encode(self.format))
 
     @property
     def _facts_path(self) -> Path:
         return self.folder / "facts.json"
+
+    @property
+    def _format_path(self) -> Path:
+        """The columns that the output has."""
+        return self.folder / "columns.json"
 
     def _read_facts(self) -> TableFacts | None:
         try:

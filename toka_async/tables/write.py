@@ -43,8 +43,8 @@ class TableFormat(msgspec.Struct, frozen=True):
         names = [*self.keep, *self.added]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise TableError(
-                f"the input has a column {twice[0]!r} already: name another with --answer-column, or name the columns "
-                "to keep with --keep"
+                f"two columns of the output would be {twice[0]!r}: name another with --answer-column or "
+                "--response-column, or name the columns to keep with --keep"
             )
 
     def make_columns(self, answers: Sequence[RowAnswer]) -> dict[str, list[Any]]:

@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
+from jinja2 import meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
@@ -40,6 +41,13 @@ class TemplateKwargsError(ChatTemplateError):
 
 
 class ChatTemplate:
+    """A compiled template.
+
+    Attributes:
+        source: as given.
+        names: those that it takes from its context, such as `tools`.
+    """
+
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         """Compiles `source`. Raises ChatTemplateError when it is no template.
 
@@ -49,7 +57,9 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self._uses_content = "content" in source
         try:
-            self._template = _environment().from_string(source)
+            environment = _environment()
+            self._template = environment.from_string(source)
+            self.names = meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(f"chat template, line {error.lineno}: {error.message}") from error
         except (RecursionError, ValueError) as error:

@@ -8,13 +8,15 @@ pads. Knows no requests, chats or streams.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from toka_async.text.pieces import Pieces, build_pieces, strip_start
+from toka_async.text.pieces import Pieces, TokenBytes, build_pieces, strip_start
 from toka_async.text.tokenizer_files import TokenizerError, TokenizerFiles, read_tokenizer_files
 
 
@@ -28,6 +30,7 @@ class Tokenizer:
         special_tokens: names (`bos_token`) -> texts, for chat templates.
         bos_token_id, eos_token_id: None when the tokenizer names none.
         chat_template: Jinja source, or None.
+        response_template: as the files have it, unchecked, or None.
         pieces: what each token adds to a text.
         backend: the library's tokenizer.
     """
@@ -37,6 +40,7 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         special_tokens: Mapping[str, str] | None = None,
         chat_template: str | None = None,
+        response_template: Any = None,
     ) -> None:
         """Owns the backend and switches off its truncation and padding.
 
@@ -47,6 +51,7 @@ class Tokenizer:
         self.backend = backend
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
+        self.response_template = response_template
         self.pieces = _pieces(backend)
         self.special_ids = self.pieces.special
         self.vocab_size = max(self.pieces.rest, default=-1) + 1
@@ -62,7 +67,7 @@ class Tokenizer:
         """
         files = read_tokenizer_files(path)
         try:
-            return cls(_add_tokens(files), files.special_tokens, files.chat_template)
+            return cls(_add_tokens(files), files.special_tokens, files.chat_template, files.response_template)
         except TokenizerError as error:
             raise TokenizerError(f"{path / 'tokenizer.json'}: {error}") from error
 
@@ -109,6 +114,22 @@ class Tokenizer:
     def spelling(self, token_id: int) -> str:
         """Returns the vocabulary's spelling of a token, e.g. `Ġthe`; empty for an unknown id."""
         return self.backend.id_to_token(token_id) or ""
+
+    @property
+    def special_texts(self) -> list[str]:
+        """The texts of the special tokens."""
+        return [self.spelling(token_id) for token_id in sorted(self.special_ids)]
+
+    def with_shown(self, texts: Collection[str]) -> Tokenizer:
+        """A tokenizer whose `decode` does not leave out these special tokens; it shares all else."""
+        if not texts:
+            return self
+        made, pieces = copy(self), self.pieces
+        ids = frozenset(token_id for token_id in self.special_ids if self.spelling(token_id) in texts)
+        shown = TokenBytes(pieces.shown | {token_id: pieces.rest[token_id] for token_id in ids})
+        made.pieces = replace(pieces, shown=shown, special=pieces.special - ids)
+        made.special_ids = made.pieces.special
+        return made
 
     def _find_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)

@@ -29,6 +29,7 @@ class TokenizerFiles:
         added_tokens: arguments of `tokenizers.AddedToken` for each token that the configuration adds, by id; None
             without a list.
         chat_template: Jinja source, or None.
+        response_template: of tokenizer_config.json, unchecked, or None.
     """
 
     backend: tokenizers.Tokenizer
@@ -36,6 +37,7 @@ class TokenizerFiles:
     special_texts: list[str]
     added_tokens: list[dict[str, Any]] | None
     chat_template: str | None
+    response_template: Any = None
 
 
 def read_tokenizer_files(path: Path) -> TokenizerFiles:
@@ -57,6 +59,7 @@ def read_tokenizer_files(path: Path) -> TokenizerFiles:
             special_texts=list(dict.fromkeys([*special_tokens.values(), *_read_extra_texts(config)])),
             added_tokens=_read_added_tokens(config),
             chat_template=_chat_template(path, config),
+            response_template=config.get("response_template"),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise TokenizerError(f"{path / 'tokenizer_config.json'} is malformed: {error!r}") from error

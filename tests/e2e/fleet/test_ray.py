@@ -1,36 +1,65 @@
-"""Replicas on a real Ray cluster of one node with two CPUs. Jobs of Ray Data are tested beside it."""
+"""A fleet and a job of Ray Data on a real Ray cluster: a head, and two nodes of one CPU.
+
+Replicas are simulated. Their ranks lock the GPUs that Ray gives them, which are pretended.
+"""
 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import signal
-import urllib.request
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from ray.cluster_utils import Cluster
 
 from tests.drivers.until import wait_until
+from tests.processes.ray_job import (
+    BLOCK_ROWS,
+    NUM_ROWS,
+    check_rows,
+    count_computed,
+    list_files,
+    make_rows,
+    run_job,
+    start_job,
+)
 from tests.processes.serving import alive, wait_until_gone
 from toka_async.bench.loads.served import list_children
 from toka_async.client import SyncClient
 from toka_async.ray import Fleet, FleetError
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
-SIMULATED: dict[str, Any] = {"device": "simulated", "simulated": {"step_ms": 5.0, "gpu": "pretended"}}
+SIMULATED: dict[str, Any] = {"device": "simulated", "simulated": {"step_ms": 10.0, "gpu": "pretended"}}
+VICTIMS = ("worker", "parent", "server", "scheduler-0", "rank-0-0")  # of a replica each
+CHILDREN = 3  # of an engine's parent
+JOB_SECONDS = 240.0  # in which a job begins, or begins again
+MOST_AGAIN = 6  # blocks that are computed again for each loss
+NODE: dict[str, Any] = {"num_cpus": 1, "resources": {"slot": 1}, "object_store_memory": 100_000_000}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    yield
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    head: dict[str, Any] = {
+        "num_cpus": 0,
+        "num_gpus": 0,
+        "include_dashboard": False,
+        "object_store_memory": 100_000_000,
+        "_system_config": {"memory_monitor_refresh_ms": 0},  # it would kill workers for what else runs here
+    }
+    made = Cluster(initialize_head=True, head_node_args=head)
+    ray.init(made.address, log_to_driver=False, configure_logging=False)  # on the head, which nobody kills
+    made.add_node(**NODE, num_gpus=len(VICTIMS))  # on one node: nodes of one machine number the same GPUs alike
+    made.add_node(**NODE, num_gpus=0)
+    yield made
     ray.shutdown()
+    made.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -39,100 +68,135 @@ def locks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fleet(locks: Path) -> Iterator[Fleet]:
-    """A detached fleet of one replica, whose rank locks a GPU."""
-    with Fleet(1, "demo", name="tested", **SIMULATED, parallel={"gpu_locks": str(locks)}) as fleet:
-        fleet.wait()
-        yield fleet
+def fleet(cluster: Cluster, locks: Path) -> Iterator[Fleet]:
+    """A detached fleet of a replica for each victim."""
+    del cluster
+    fleet = Fleet(len(VICTIMS), "demo", name="tested", num_cpus=0.2, **SIMULATED, parallel={"gpu_locks": str(locks)})
+    fleet.wait()
+    yield fleet
+    fleet.close()
 
 
-def find_engine(locks: Path) -> int:
-    """The process id of the engine's parent, also before it serves; 0: there is none."""
-    for command in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = command.read_bytes().split(b"\0")
-        except OSError:  # it has ended meanwhile
-            continue
-        if b"serve" in words and f"parallel.gpu_locks={locks}".encode() in words and alive([int(command.parent.name)]):
-            return int(command.parent.name)
-    return 0
+class LockLog:
+    """Follows who holds each lock. doubled: holders that took one while the holder before lived."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._follow)
+        self.holders: dict[str, list[int]] = {}
+        self.doubled: list[int] = []
+
+    def __enter__(self) -> LockLog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._is_over.wait(0.005):
+            for path in self._folder.iterdir():
+                if text := path.read_text().strip():  # it is written in two steps
+                    self._note(self.holders.setdefault(path.name, []), int(text))
+
+    def _note(self, holders: list[int], pid: int) -> None:
+        if holders[-1:] != [pid]:
+            self.doubled += [pid] if alive(holders[-1:]) else []
+            holders.append(pid)
 
 
-def find_parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def find_manager(raylet: int) -> int:
-    """The process id of the fleet's manager, which this raylet started."""
-    for command in Path("/proc").glob("[0-9]*/cmdline"):
+def list_parents() -> dict[int, int]:
+    """The parent of each process of this machine."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended meanwhile
-            if (
-                command.read_bytes().startswith(b"ray::FleetManager")
-                and find_parent(int(command.parent.name)) == raylet
-            ):
-                return int(command.parent.name)
-    raise AssertionError("there is no manager")
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    return parents
 
 
-def find_processes(fleet: Fleet) -> dict[str, int]:
-    """The processes of the only replica, which serves."""
-    (status,) = fleet.list_statuses()
-    assert status.place is not None
-    return {"worker": status.place.worker, "parent": status.place.engine, **list_children(status.place.engine)}
+def find_raylet(node: Any) -> int:
+    return int(node.all_processes["raylet"][0].process.pid)
 
 
-def count_requests(fleet: Fleet) -> int:
-    """Requests that the only replica holds, which serves."""
-    (status,) = fleet.list_statuses()
-    assert status.place is not None
-    with urllib.request.urlopen(f"{status.place.url}/load", timeout=60) as answer:
-        return int(json.load(answer)["requests"])
+def find_workers(cluster: Cluster) -> dict[int, int]:
+    """The processes that the cluster's raylets have started, and by which."""
+    raylets = {find_raylet(node) for node in cluster.list_all_nodes()}
+    return {pid: parent for pid, parent in list_parents().items() if parent in raylets}
 
 
-def kill(pid: int, others: Iterable[int]) -> None:
-    os.kill(pid, signal.SIGKILL)
-    wait_until_gone(others)
+def find_engines(cluster: Cluster) -> dict[int, int]:
+    """The parents of the engines whose processes have all started, and the raylets that they belong to."""
+    workers = find_workers(cluster)
+    children = {pid: workers[parent] for pid, parent in list_parents().items() if parent in workers}
+    return {pid: raylet for pid, raylet in children.items() if len(list_children(pid)) == CHILDREN}
 
 
-def wait_next_life(fleet: Fleet, life: int) -> None:
-    wait_until(lambda: fleet.list_statuses()[0].life >= life)
+def find_lives(fleet: Fleet) -> list[dict[str, int]]:
+    """The processes of all replicas, which serve."""
+    places = [status.place for status in fleet.list_statuses()]
+    return [find_life(place.engine) for place in places if place is not None]
+
+
+def find_life(engine: int) -> dict[str, int]:
+    return {"worker": list_parents()[engine], "parent": engine, **list_children(engine)}
+
+
+def find_loading(cluster: Cluster) -> list[dict[str, int]]:
+    """The processes of the engines; none, unless there are all of them."""
+    lives = [find_life(pid) for pid in find_engines(cluster)]
+    return lives if len(lives) == len(VICTIMS) else []
+
+
+def kill_one_of_each(lives: Sequence[dict[str, int]]) -> list[int]:
+    """Kill another process of each life; returns all of their processes."""
+    for victim, life in zip(VICTIMS, lives, strict=True):
+        os.kill(life[victim], signal.SIGKILL)
+    return [pid for life in lives for pid in life.values()]
+
+
+def wait_next_lives(fleet: Fleet, life: int) -> None:
+    wait_until(lambda: all(status.life >= life for status in fleet.list_statuses()))
     fleet.wait()
 
 
-def test_a_replica_whose_worker_is_lost_starts_again(fleet: Fleet, locks: Path) -> None:
-    """The worker is lost under load, and the next one while it loads: as long as this process holds the GPU's lock."""
-    (path,), (url,), before = locks.iterdir(), fleet.addresses(), find_processes(fleet)
-    with SyncClient(url, key=fleet.key, server_key=fleet.server_key) as client, path.open() as lock:
-        events = client.stream([1, 2, 3], max_tokens=1900, ignore_eos=True, text=False)
-        next(events)
-        os.kill(before["worker"], signal.SIGKILL)
-        fcntl.flock(lock, fcntl.LOCK_EX)  # once the old life has ended
-        wait_until_gone(before.values())
-        assert not fleet.addresses()
-        engine = wait_until(lambda: find_engine(locks))
-        wait_until(lambda: len(list_children(engine)) == 3)
-        worker = find_parent(engine)
-        kill(worker, [worker, engine, *list_children(engine).values()])
-        lock.close()
-    wait_next_life(fleet, 2)
-    assert int(path.read_text()) == find_processes(fleet)["rank-0-0"]
+def test_a_replica_that_loses_any_process_ends_and_starts_again(cluster: Cluster, fleet: Fleet, locks: Path) -> None:
+    """Under load, and again while it loads: as long as this process holds the GPU's lock. No two lives hold one.
 
-
-def test_a_replica_whose_engine_is_lost_starts_again(fleet: Fleet, locks: Path) -> None:
-    """A request of a pool that has delivered nothing begins again there."""
-    (path,), (url,), before = locks.iterdir(), fleet.addresses(), find_processes(fleet)
-    with fleet.sync_pool() as pool, ThreadPoolExecutor() as threads:
-        asked = threads.submit(pool.generate, [1, 2, 3], max_tokens=1000, ignore_eos=True, text=False)
-        wait_until(lambda: count_requests(fleet))
-        kill(before["parent"], before.values())
-        wait_next_life(fleet, 3)
-        assert asked.result().samples[0].token_ids.size == 1000
-        assert url not in fleet.addresses()
-    assert int(path.read_text()) == find_processes(fleet)["rank-0-0"]
+    Requests of a pool that have delivered nothing begin again, with the same seeds.
+    """
+    fields: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True, "text": False}
+    seeds, prompts = range(20), [[number, 2] for number in range(20)]
+    paths = [*locks.iterdir()]
+    with ExitStack() as stack:
+        log = stack.enter_context(LockLog(locks))
+        pool = stack.enter_context(fleet.sync_pool())
+        asked = stack.enter_context(ThreadPoolExecutor()).submit(pool.generate_many, prompts, seeds=seeds, **fields)
+        for url in fleet.addresses():  # every replica has something to lose
+            client = stack.enter_context(SyncClient(url, key=fleet.key, server_key=fleet.server_key))
+            next(client.stream([1, 2, 3], max_tokens=1900, ignore_eos=True, text=False))
+        lost = kill_one_of_each(find_lives(fleet))
+        held = [stack.enter_context(path.open()) for path in paths]
+        for lock in held:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # once the old life has ended, and before the new one has started
+        wait_until_gone(lost)
+        wait_until(lambda: not fleet.addresses())
+        wait_until_gone(kill_one_of_each(wait_until(lambda: find_loading(cluster))))
+        for lock in held:
+            lock.close()
+        wait_next_lives(fleet, 2)
+        tokens = [result.samples[0].token_ids.tolist() for result in asked.result()]
+        again = pool.generate_many(prompts, seeds=seeds, **fields)
+        assert tokens == [result.samples[0].token_ids.tolist() for result in again]
+        assert [len(each) for each in tokens] == [300] * 20
+    assert {int(path.read_text()) for path in paths} == {life["rank-0-0"] for life in find_lives(fleet)}
+    assert all(len(holders) > 1 for holders in log.holders.values())
+    assert not log.doubled
 
 
 def test_replicas_come_and_go(fleet: Fleet) -> None:
-    """The second one waits for the lock of the first one's GPU, until that is drained."""
+    fleet.scale(1)
     (first,) = fleet.addresses()
     fleet.scale(2)
     with SyncClient(first, key=fleet.key, server_key=fleet.server_key) as client:
@@ -147,16 +211,33 @@ def test_replicas_come_and_go(fleet: Fleet) -> None:
         fleet.drain(first)
 
 
-def test_a_detached_fleet_is_found_by_its_name_and_outlives_its_manager(fleet: Fleet) -> None:
-    found, before = Fleet.find("tested"), find_processes(fleet)
-    assert found.addresses() == fleet.addresses()
-    assert found.key.read_text() == fleet.key.read_text()
-    manager = find_manager(find_parent(before["worker"]))
-    kill(manager, [manager, *before.values()])
-    found.wait()
-    assert not {*before.values()} & {*find_processes(found).values()}
+def test_less_than_no_replica_is_refused(fleet: Fleet) -> None:
+    before = fleet.addresses()
+    with pytest.raises(ValueError, match="-1 replicas: expected 0 or more"):
+        fleet.scale(-1)
+    assert fleet.addresses() == before
 
 
+def test_a_detached_fleet_is_found_by_its_name_and_outlives_its_manager(cluster: Cluster, fleet: Fleet) -> None:
+    """It keeps the number of its replicas."""
+    with Fleet.find("tested") as found:
+        assert found.addresses() == fleet.addresses()
+        assert found.key.read_text() == fleet.key.read_text()
+        found.scale(2)
+        found.wait()
+    before = [pid for life in find_lives(fleet) for pid in life.values()]
+    workers = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in find_workers(cluster)}
+    (manager,) = (pid for pid, command in workers.items() if command.startswith(b"ray::FleetManager"))
+    os.kill(manager, signal.SIGKILL)
+    wait_until_gone([manager, *before])
+    fleet.wait()
+    after = find_lives(fleet)
+    assert len(after) == 2
+    assert not {*before} & {pid for life in after for pid in life.values()}
+    fleet.scale(0)
+
+
+@pytest.mark.usefixtures("cluster")
 def test_a_closed_fleet_has_ended() -> None:
     with Fleet(0, "demo", device="simulated") as fleet:
         assert fleet.addresses() == []
@@ -164,6 +245,7 @@ def test_a_closed_fleet_has_ended() -> None:
         fleet.addresses()
 
 
+@pytest.mark.usefixtures("cluster")
 def test_what_is_missing_is_said() -> None:
     with (
         Fleet(1, "/no/such/model", device="simulated", resources={"lab": 2}) as fleet,
@@ -172,7 +254,48 @@ def test_what_is_missing_is_said() -> None:
         fleet.wait(timeout=0.5)
 
 
+@pytest.mark.usefixtures("cluster")
 def test_a_mistake_is_reported_with_the_engines_words() -> None:
     with Fleet(1, "/no/such/model", device="simulated") as fleet:
         wait_until(lambda: fleet.list_statuses()[0].failures)
         assert "exit code 2): toka-async: model.path=/no/such/model" in fleet.list_statuses()[0].problem
+
+
+@pytest.mark.slow  # 80 CPU seconds: with the tests above more than Ray may take of CI's time
+def test_a_job_that_loses_its_driver_an_engine_and_a_node_writes_each_row_once(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Each is lost in the middle. A further run computes nothing."""
+    make_rows(tmp_path)
+
+    def tell() -> str:
+        return (tmp_path / "log").read_text()[-5000:]
+
+    def compute_more() -> None:
+        before = count_computed(tmp_path)
+        wait_until(lambda: count_computed(tmp_path) > before + BLOCK_ROWS, tell, JOB_SECONDS)
+
+    job = start_job(tmp_path, cluster.address)
+    wait_until(lambda: list_files(tmp_path), tell, JOB_SECONDS)
+    job.kill()
+    job.wait()
+    wait_until(lambda: not find_engines(cluster))
+    written, again = list_files(tmp_path), ThreadPoolExecutor(1).submit(run_job, tmp_path)
+    compute_more()
+    (engine,) = find_engines(cluster)
+    os.kill(list_children(engine)["rank-0-0"], signal.SIGKILL)
+    wait_until_gone([engine])
+    compute_more()
+    ((engine, raylet),) = find_engines(cluster).items()
+    os.kill(raylet, signal.SIGKILL)
+    wait_until_gone([engine])
+    node = next(node for node in cluster.worker_nodes if find_raylet(node) == raylet)
+    cluster.remove_node(node, allow_graceful=False)
+    cluster.add_node(**NODE, num_gpus=0)
+    again.result()
+    files, computed = list_files(tmp_path), count_computed(tmp_path)
+    assert written < files
+    assert NUM_ROWS <= computed <= NUM_ROWS + 3 * MOST_AGAIN * BLOCK_ROWS
+    run_job(tmp_path)
+    assert (list_files(tmp_path), count_computed(tmp_path)) == (files, computed), "there was nothing left to compute"
+    check_rows(tmp_path)

@@ -21,6 +21,9 @@ def llm() -> Iterator[AsyncLLM]:
     made.shutdown()
 
 
+GREEDY = SamplingParams(temperature=0.0)
+
+
 async def collect(llm: AsyncLLM, params: SamplingParams, request_id: str = "r") -> list[RequestOutput]:
     return [output async for output in llm.generate(QUESTION, params, request_id)]
 
@@ -73,7 +76,15 @@ async def test_an_aborted_request_ends_with_what_it_had(llm: AsyncLLM) -> None:
     assert last.finished
     assert last.outputs[0].finish_reason == "abort"
     assert last.outputs[0].token_ids == outputs[-2].outputs[0].token_ids
-    await llm.abort("long")  # there is none any more
+    await llm.abort(["long", "other"])  # there are none any more
+
+
+async def test_a_request_that_is_still_prepared_can_be_aborted(llm: AsyncLLM) -> None:
+    call = asyncio.create_task(collect(llm, SamplingParams(max_tokens=2000, ignore_eos=True, n=8), "early"))
+    await asyncio.sleep(0)
+    await llm.abort("early")
+    *_, last = await call
+    assert {sample.finish_reason for sample in last.outputs} == {"abort"}
 
 
 async def test_who_leaves_a_stream_makes_room(llm: AsyncLLM) -> None:
@@ -86,10 +97,14 @@ async def test_who_leaves_a_stream_makes_room(llm: AsyncLLM) -> None:
 
 
 async def test_ids_are_used_once_at_a_time(llm: AsyncLLM) -> None:
+    both = await asyncio.gather(collect(llm, GREEDY, "same"), collect(llm, GREEDY, "same"), return_exceptions=True)
+    assert sorted(type(each).__name__ for each in both) == ["ValueError", "list"]
     async with contextlib.aclosing(llm.generate(QUESTION, SamplingParams(), "same")) as stream:
         await anext(stream)
         with pytest.raises(ValueError, match="'same' is running"):
             await collect(llm, SamplingParams(), "same")
+    with pytest.raises(ValueError, match="sampling_params: expected SamplingParams, got NoneType"):
+        await collect(llm, None, "none")  # type: ignore[arg-type]
 
 
 def test_one_engine_serves_several_event_loops(llm: AsyncLLM) -> None:

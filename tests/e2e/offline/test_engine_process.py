@@ -186,6 +186,29 @@ def test_a_script_that_just_ends_leaves_nothing_and_says_nothing(socket_folders:
     assert not list(socket_folders.iterdir())
 
 
+def test_a_script_may_have_no_standard_error() -> None:
+    command = f"exec {sys.executable} -c '{SCRIPT}' short simulated 2>&-"
+    said = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=SECONDS, check=True).stdout
+    assert len(said.split(",")) == 3
+
+
+def test_the_engine_may_print_and_imports_nothing_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    noise = "import sys\nif 'serve' in sys.orig_argv: print('noise ' * 40_000, flush=True)"  # more than a pipe holds
+    (tmp_path / "sitecustomize.py").write_text(noise)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "msgspec.py").write_text("raise SystemExit('the wrong one')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path / "here")
+    with LLM("demo", **SIMULATED) as llm:
+        assert llm.generate([5], SamplingParams(max_tokens=2, ignore_eos=True))
+    said = capfd.readouterr()
+    assert not said.out
+    assert said.err.count("noise") == 40_000
+    assert "serving demo at" not in said.err
+
+
 def test_a_copy_of_the_process_leaves_the_engine_alone() -> None:
     with start_script("fork", "short", "simulated") as script:
         said, _ = script.communicate(timeout=SECONDS)

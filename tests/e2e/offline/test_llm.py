@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,7 +109,7 @@ def test_many_prompts_come_back_in_order(llm: LLM) -> None:
 
 
 def test_a_completion_ends_with_the_context(llm: LLM) -> None:
-    most = llm.llm_engine.model_config.max_model_len
+    most = llm.model_config.max_model_len
     assert most == 2048
     for max_tokens in (None, 500):
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -118,11 +119,24 @@ def test_a_completion_ends_with_the_context(llm: LLM) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "part"),
-    [([5] * 2048, "has 2048 tokens"), ([608], "out of range"), ([-1], "out of range"), ("", "no tokens")],
+    [
+        ([5] * 2048, "has 2048 tokens"),
+        ([608], "out of range"),
+        ([-1], "out of range"),
+        ("", "no tokens"),
+        ("\ud800", "lone surrogate"),
+    ],
 )
 def test_a_prompt_that_the_model_cannot_take_is_named(llm: LLM, prompt: Any, part: str) -> None:
     with pytest.raises(ValueError, match=f"prompt 1 .*{part}"):
         llm.generate(["Question:", prompt], GREEDY, use_tqdm=False)
+
+
+def test_a_completion_may_end_before_the_tokens_that_it_has_to_have(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=20, min_tokens=10)
+    outputs = llm.generate([[5] * 2045, [5]], params, use_tqdm=False)
+    assert len(outputs[0].outputs[0].token_ids) == 3
+    assert len(outputs[1].outputs[0].token_ids) >= 10
 
 
 def test_a_seed_decides_about_requests_without_one() -> None:
@@ -164,7 +178,45 @@ def test_a_wrong_request_is_refused_and_the_engine_goes_on(llm: LLM) -> None:
     assert caught.value.field == "logit_bias"
     with pytest.raises(ValueError, match="1 for 2 prompts"):
         llm.generate(OTHERS, [GREEDY], use_tqdm=False)
+    for wrong in ({"temperature": 0}, [GREEDY, None]):
+        with pytest.raises(ValueError, match="sampling_params: expected SamplingParams"):
+            llm.generate(OTHERS, wrong, use_tqdm=False)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="priority: 1 for 2 prompts"):
+        llm.generate(OTHERS, GREEDY, use_tqdm=False, priority=[1])
     assert generate_one(llm, [5], GREEDY).finished
+
+
+def test_priorities_are_one_or_many(llm: LLM) -> None:
+    for priority in (1, [1, 2]):
+        assert len(llm.generate(OTHERS, GREEDY, use_tqdm=False, priority=priority)) == 2
+
+
+def test_an_engine_cannot_be_sent_to_another_process(llm: LLM) -> None:
+    with pytest.raises(TypeError, match="belongs to its process"):
+        pickle.dumps(llm)
+
+
+def test_a_reset_forgets_earlier_prompts(llm: LLM) -> None:
+    prompt = "Question: " * 30
+    generate_one(llm, prompt, GREEDY)
+    assert generate_one(llm, prompt, GREEDY).num_cached_tokens
+    assert llm.reset_prefix_cache()
+    assert generate_one(llm, prompt, GREEDY).num_cached_tokens == 0
+
+
+def test_an_engine_that_slept_goes_on_when_its_cache_is_back(llm: LLM) -> None:
+    before = generate_one(llm, QUESTION, GREEDY).outputs[0].text
+    llm.sleep(level=1)
+    llm.wake_up(tags=["weights"])
+    call = threading.Thread(target=lambda: texts.append(generate_one(llm, QUESTION, GREEDY).outputs[0].text))
+    texts: list[str] = []
+    call.start()
+    with pytest.raises(ValueError, match="'cache'"):
+        llm.wake_up(tags=["cache"])
+    assert not texts
+    llm.wake_up(tags=["kv_cache"])
+    call.join()
+    assert texts == [before]
 
 
 def test_threads_share_an_engine(llm: LLM) -> None:

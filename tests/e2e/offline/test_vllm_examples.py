@@ -1,7 +1,7 @@
 """Programs as vLLM's documentation shows them for offline work run after only their imports are changed.
 
-Ports of its examples basic, chat, prefix caching and async streaming, and of what it says of prompts, samples and
-log-probs. The model is the built-in one.
+Ports of its examples basic, chat (with its command line), prefix caching and async streaming, and of what it says of
+prompts, samples and log-probs. The model is the built-in one.
 """
 
 from __future__ import annotations
@@ -75,19 +75,32 @@ if __name__ == "__main__":
 """
 
 CHAT = """
-from vllm import LLM
+from vllm import LLM, EngineArgs
+from vllm.outputs import RequestOutput
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
-def print_outputs(outputs):
+def create_parser():
+    parser = FlexibleArgumentParser()
+    EngineArgs.add_cli_args(parser)
+    parser.set_defaults(model="meta-llama/Llama-3.2-1B-Instruct")
+    sampling_group = parser.add_argument_group("Sampling parameters")
+    sampling_group.add_argument("--max-tokens", type=int)
+    sampling_group.add_argument("--temperature", type=float)
+    return parser
+
+
+def print_outputs(outputs: list[RequestOutput]):
     for output in outputs:
         print(f"Generated: {len(output.outputs[0].text) > 0}")
 
 
 def main(args):
+    max_tokens, temperature = args.pop("max_tokens"), args.pop("temperature")
     llm = LLM(**args)
     sampling_params = llm.get_default_sampling_params()
-    sampling_params.max_tokens = 40
-    sampling_params.temperature = 0.0
+    sampling_params.max_tokens = max_tokens
+    sampling_params.temperature = temperature
 
     conversation = [
         {"role": "system", "content": "You are a helpful assistant"},
@@ -104,10 +117,36 @@ def main(args):
     template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\\n{% endfor %}assistant:"
     outputs = llm.chat(conversations, sampling_params, use_tqdm=False, chat_template=template)
     print(repr(outputs[0].prompt))
+    print(llm.llm_engine.model_config.max_model_len)
 
 
 if __name__ == "__main__":
-    main({"model": "demo", "tensor_parallel_size": 1, "trust_remote_code": False, "max_model_len": 1024})
+    main(vars(create_parser().parse_args()))
+"""
+
+PREFIX = """
+from vllm import LLM, SamplingParams
+
+prefix = "Wei has 24 apples. Ivan has 2 times as many apples as Wei. " * 8
+prompts = [prefix + end for end in ("How many has Ivan?", "How many have they together?", "Rosa has 3.")]
+sampling_params = SamplingParams(temperature=0.0)
+
+
+def main():
+    regular_llm = LLM(model="demo", enable_prefix_caching=False, gpu_memory_utilization=0.4)
+    outputs = regular_llm.generate(prompts, sampling_params)
+    regular = [output.outputs[0].text for output in outputs]
+    del regular_llm
+
+    llm = LLM(model="demo", enable_prefix_caching=True, gpu_memory_utilization=0.4)
+    llm.generate(prompts[0], sampling_params)
+    outputs = llm.generate(prompts, sampling_params)
+    print("same", [output.outputs[0].text for output in outputs] == regular)
+    print("cached", all(output.num_cached_tokens > 0 for output in outputs))
+
+
+if __name__ == "__main__":
+    main()
 """
 
 ASYNC = """
@@ -171,6 +210,11 @@ context 512
     CHAT: "\nGenerated: True" * 11
     + """
 'system: You are a helpful assistant\\nuser: What is 3 + 4?\\nassistant: 7\\nuser: And 7 + 5?\\nassistant:'
+1024
+""",
+    PREFIX: """
+same True
+cached True
 """,
     ASYNC: """
 stream-example-1 finished True
@@ -180,12 +224,17 @@ stream-example-3 finished True
 }
 
 
-@pytest.mark.parametrize("program", PRINTED, ids=["basic", "chat", "async streaming"])
+ARGUMENTS = {
+    CHAT: ["--model", "demo", "--max-tokens", "40", "--temperature", "0", "--max-model-len", "1024", "--enforce-eager"]
+}
+
+
+@pytest.mark.parametrize("program", PRINTED, ids=["basic", "chat", "prefix caching", "async streaming"])
 def test_programs_for_vllm_run_with_other_imports(program: str) -> None:
-    changed = re.sub(r"^from vllm[\w.]* import", "from toka_async import", program, flags=re.MULTILINE)
+    changed = program.replace("from vllm.utils.argparse_utils import", "from argparse import ArgumentParser as")
+    changed = re.sub(r"^from vllm[\w.]* import", "from toka_async import", changed, flags=re.MULTILINE)
     assert "vllm" not in changed
-    done = subprocess.run(
-        [sys.executable, "-c", changed], capture_output=True, text=True, timeout=2 * SECONDS, check=False
-    )
+    command = [sys.executable, "-c", changed, *ARGUMENTS.get(program, [])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * SECONDS, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == PRINTED[program].strip()

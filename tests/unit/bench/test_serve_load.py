@@ -89,6 +89,18 @@ async def test_samples_that_end_by_themselves(parse: Parse) -> None:
     assert 80 * 5 < result.output_tokens < 80 * 80
 
 
+async def test_rollouts(parse: Parse) -> None:
+    (result,) = await run(
+        parse("serve-load", "--load", "rollouts", "--prompts", "3", "--samples", "4", "--mean-tokens", "5")
+    )
+    assert (result.requests, result.sequences, result.errors) == (12, 12, 0)
+    assert result.sample_ends is not None
+    assert result.group_ends is not None
+    assert 0 < result.sample_ends.p50 <= result.sample_ends.max <= result.seconds
+    assert result.group_ends.p50 >= result.sample_ends.p50
+    assert result.group_ends.max == result.sample_ends.max
+
+
 async def test_errors_are_counted(parse: Parse) -> None:
     (result,) = await run(parse("serve-load", "--model", "another", "--prompts", "3", "--shots", "1", "--samples", "2"))
     assert (result.errors, result.output_tokens) == (3, 0)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
 
-from toka_async.cli.batch_rows import has_rows, make_table, run_rows
+from toka_async.cli.batch_rows import check_request, has_rows, make_table, run_rows
 from toka_async.cli.batch_run import BatchFileError
 from toka_async.cli.parser import parse_arguments
-from toka_async.config import Config
+from toka_async.config import Config, LimitsConfig
+from toka_async.tables.requests import RowRequests
 from toka_async.tables.source import TableError
 
 ROW, LINE = '{"prompt": "p", "id": 1}\n', '{"custom_id": "a", "method": "POST", "url": "u", "body": {"prompt": "p"}}\n'
@@ -27,6 +29,7 @@ def write(folder: Path, text: str, name: str = "in.jsonl") -> Path:
 
 def test_what_has_rows(tmp_path: Path) -> None:
     assert has_rows(parse(write(tmp_path, "\n" + ROW)))
+    assert has_rows(parse(write(tmp_path, "\ufeff" + ROW)))
     assert has_rows(parse(tmp_path))
     assert has_rows(parse(tmp_path / "in.parquet"))
     assert has_rows(parse(write(tmp_path, '{"question": "q"}\n'), "--column", "question"))
@@ -71,6 +74,29 @@ def test_the_usual_options(tmp_path: Path) -> None:
 def test_a_wrong_body(tmp_path: Path, body: str) -> None:
     with pytest.raises(TableError, match="--extra-body"):
         make_table(parse(write(tmp_path, ROW), "--extra-body", body))
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (["--extra-body", '{"top_kk": 3}'], "unknown field 'top_kk'; did you mean 'top_k'?"),
+        (["--temperature", "9"], "'temperature'"),
+        (["--extra-body", '{"min_tokens": 9}', "--max-tokens", "5"], "'min_tokens' (9) is above"),
+        (["--stop", ""], "'stop' must not hold"),
+        (["-n", "17000"], "'n' can be at most 16384"),
+    ],
+)
+def test_what_would_fail_for_every_row_is_known_before_the_run(tmp_path: Path, options: list[str], part: str) -> None:
+    source = write(tmp_path, ROW)
+    with pytest.raises(BatchFileError, match="every row would fail") as caught:
+        run_rows(Config(), parse(source, *options))
+    assert part in str(caught.value)
+    assert list(tmp_path.iterdir()) == [source]
+
+
+@pytest.mark.parametrize("body", ['{"logprobs": 200}', '{"logprobs": true, "top_logprobs": 2}', '{"top_k": 3}'])
+def test_fields_of_chats_or_of_texts_may_be_asked(body: str) -> None:
+    check_request(RowRequests("c", sampling=json.loads(body)), LimitsConfig(max_logprobs=-1))
 
 
 def test_mistakes_are_for_the_user(tmp_path: Path) -> None:

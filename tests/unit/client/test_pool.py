@@ -161,6 +161,31 @@ async def test_replicas_come_and_go_by_a_file_and_those_that_go_finish(tmp_path:
         await pool.generate(PROMPT, max_tokens=2, text=False)
 
 
+async def test_a_silent_replica_that_leaves_the_list_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that answers goes on, however long its requests take."""
+    monkeypatch.setattr(pauses, "SILENCE", 0.3)
+    async with AsyncExitStack() as stack:
+        off, slow, other = await open_servers(stack, 3, held=True)
+        proxy = await stack.enter_async_context(Cuttable(off.url))
+        urls = [proxy.url]
+        pool = await stack.enter_async_context(Pool(lambda: urls, refresh=0.01))
+        first = asyncio.create_task(pool.generate([1], seed=1, max_tokens=2, text=False))
+        await wait_for_runs(off.scheduler, 1)
+        urls[:] = [slow.url]
+        await until(lambda: [each.url for each in pool.replicas if each.is_connected] == urls)
+        second = asyncio.create_task(pool.generate([2], seed=2, max_tokens=2, text=False))
+        await wait_for_runs(slow.scheduler, 1)
+        proxy.silence()
+        urls[:] = [other.url]
+        await wait_for_runs(other.scheduler, 1)
+        assert seeds_of(other) == [1]
+        for world in (slow, other):
+            world.scheduler.held = False
+            world.scheduler.step()
+        await asyncio.gather(first, second)
+        assert runs(slow.scheduler) == runs(other.scheduler) == 1
+
+
 async def test_a_cancelled_call_makes_room() -> None:
     async with AsyncExitStack() as stack:
         (world,) = await open_servers(stack, 1, held=True)

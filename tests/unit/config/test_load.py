@@ -262,6 +262,7 @@ def test_keys_of_the_simulated_device_need_it() -> None:
         ("schedule.group_min_seqs=8", "auto or 0"),
         ("parallel.async_tp_min_tokens=64", "auto or 0"),
         ("graphs.max_tokens=512", "auto or 0"),
+        ("model.fp32_logits=true", "false"),
     ],
 )
 def test_what_depends_on_the_batch_is_refused_where_nothing_may(override: str, uses: str) -> None:

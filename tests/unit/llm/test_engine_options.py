@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from toka_async.config import Config, ConfigError, load_config
-from toka_async.llm.engine_options import list_overrides, make_config
+from toka_async.llm.engine_options import EngineArgs, list_overrides, make_config
 
 
 def test_names_of_vllm_become_keys() -> None:
@@ -23,6 +24,9 @@ def test_names_of_vllm_become_keys() -> None:
             "quantization": "fp8",
             "enable_prefix_caching": False,
             "enforce_eager": True,
+            "enable_sleep_mode": True,
+            "max_logprobs": -1,
+            "logprobs_mode": "processed_logprobs",
             "tokenizer": "elsewhere",
         },
     )
@@ -34,7 +38,39 @@ def test_names_of_vllm_become_keys() -> None:
     assert config.model.quantize == "fp8"
     assert not config.cache.prefix
     assert not config.graphs.enabled
+    assert config.cache.can_sleep
+    assert (config.limits.max_logprobs, config.model.logprobs_mode) == (-1, "processed")
     assert config.model.tokenizer == "elsewhere"
+
+
+def test_statistics_can_be_wanted() -> None:
+    made = make_config("demo", None, {"disable_log_stats": False, "served_model_name": ["name"]})
+    assert made.log.stats_interval == Config().log.stats_interval
+    assert made.model.served_name == "name"
+
+
+def test_engine_args_are_options_for_later() -> None:
+    args = EngineArgs("demo", max_model_len=512)
+    assert vars(args) == {"model": "demo", "max_model_len": 512}
+    assert args.model == "demo"
+
+
+def test_a_command_line_has_the_options_that_were_given() -> None:
+    parser = argparse.ArgumentParser()
+    EngineArgs.add_cli_args(parser)
+    parser.set_defaults(model="other")
+    assert vars(parser.parse_args([])) == {"model": "other"}
+    given = vars(parser.parse_args(["--model", "demo", "--max-model-len", "512", "--enforce-eager", "--seed", "3"]))
+    assert given == {"model": "demo", "max_model_len": "512", "enforce_eager": True, "seed": 3}
+    made = make_config("demo", None, {name: given[name] for name in ("max_model_len", "enforce_eager")})
+    assert (made.model.max_context, made.graphs.enabled) == (512, False)
+
+
+def test_options_that_only_the_command_line_knows_are_refused_when_they_are_used() -> None:
+    parser = argparse.ArgumentParser()
+    EngineArgs.add_cli_args(parser)
+    with pytest.raises(ConfigError, match="merge the adapter"):
+        make_config("demo", None, vars(parser.parse_args(["--enable-lora"])))
 
 
 def test_keys_are_given_by_section_or_in_full() -> None:
@@ -68,6 +104,9 @@ def test_a_file_for_a_server_is_refused(tmp_path: Path) -> None:
         {"enable_lora": False, "revision": None, "quantization": None},
         {"tokenizer_mode": "auto", "skip_tokenizer_init": False, "enable_chunked_prefill": True},
         {"disable_log_stats": True},
+        {"max_model_len": -1, "max_logprobs": 20, "swap_space": 4, "max_lora_rank": 16, "revision": "main"},
+        {"compilation_config": None, "hf_overrides": {}, "logits_processors": [], "served_model_name": None},
+        {"anything": None},
     ],
 )
 def test_what_asks_for_nothing_is_taken(options: dict[str, Any]) -> None:
@@ -80,7 +119,12 @@ def test_what_asks_for_nothing_is_taken(options: dict[str, Any]) -> None:
         ({"tensor_paralel_size": 2}, ["tensor_paralel_size", "did you mean tensor_parallel_size?"]),
         ({"num_tokens": 2}, ["num_tokens", "did you mean"]),
         ({"enable_lora": True}, ["enable_lora", "merge the adapter"]),
-        ({"revision": "main"}, ["revision", "hf download"]),
+        ({"revision": "v2"}, ["revision", "hf download"]),
+        ({"kv_cache_memory_bytes": 10**9}, ["kv_cache_memory_bytes", "num_tokens"]),
+        ({"compilation_config": 3}, ["compilation_config", "torch.compile"]),
+        ({"logprobs_mode": "raw_logits"}, ["model.logprobs_mode", "raw_logits"]),
+        ({"cache": 5}, ["cache: expected its keys", "got 5"]),
+        ({"served_model_name": ["a", "b"]}, ["served_model_name: expected one value"]),
         ({"hf_overrides": {"x": 1}}, ["hf_overrides", "leave it out"]),
         ({"enforce_eager": "yes"}, ["enforce_eager", "True or False"]),
         ({"max_num_seqs": "many"}, ["schedule.max_seqs"]),

@@ -8,7 +8,7 @@ import tokenizers
 
 import toka_async
 from toka_async.config import ModelConfig
-from toka_async.llm.model_texts import ModelTexts
+from toka_async.llm.model_texts import ModelTexts, list_chats
 from toka_async.llm.prompts import PlainPrompt
 from toka_async.text.tokenizer import Tokenizer, writes_spaces
 
@@ -79,3 +79,23 @@ def test_some_tokenizers_write_spaces_before_special_tokens(texts: ModelTexts) -
     assert not writes_spaces(Tokenizer(backend))
     backend.add_special_tokens(["<s>"])
     assert writes_spaces(Tokenizer(backend))
+
+
+@pytest.mark.parametrize("given", [MESSAGES, [MESSAGES], (MESSAGES, MESSAGES), []])
+def test_conversations_are_one_or_many(given: Any) -> None:
+    assert list_chats(given) == ([MESSAGES] if given is MESSAGES else list(given))
+
+
+@pytest.mark.parametrize("given", ["hi", ["hi"], None, MESSAGES[0], [MESSAGES, "hi"], [[]]])
+def test_what_is_no_conversation_is_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match="messages: expected"):
+        list_chats(given)
+
+
+def test_a_template_that_is_given_is_checked_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_text(SOURCE)
+    assert render(ModelTexts(DEMO, ModelConfig(), file)).text == "<hi>"
+    for wrong in (tmp_path / "none.jinja", "{% if"):
+        with pytest.raises(ValueError, match="template"):
+            ModelTexts(DEMO, ModelConfig(), wrong)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import toka_async
-from toka_async.client.results import Event, FinishReason, PromptScores, Result, Sample
-from toka_async.llm.outputs import Logprob, OutputMaker, StreamedRequest, Submittable
+from toka_async.client.results import Event, FinishReason, PromptScores, Result, Sample, VersionSpan
+from toka_async.llm.outputs import Logprob, OutputMaker, StreamedRequest, Submittable, WeightVersionSpan
 from toka_async.llm.sampling_params import RequestOutputKind, SamplingParams
 from toka_async.text.tokenizer import Tokenizer
 
@@ -131,3 +131,26 @@ def test_parameters_and_outputs_go_to_other_processes() -> None:
     params = SamplingParams(n=2, stop=["a"])
     output = MAKER.make_whole(submittable(SamplingParams()), Result([sample(IDS)], 2))
     assert pickle.loads(pickle.dumps((params, output))) == (params, output)
+
+
+def test_versions_of_the_weights_and_what_filters_kept() -> None:
+    params = SamplingParams(logprobs=0, logprobs_mode="processed", detokenize=False)
+    scored = sample([5, 6])
+    scored.logprobs = np.array([-1.0, -2.0], np.float32)
+    scored.kept, scored.masses = np.array([3, 4], np.int32), np.array([0.5, 0.25], np.float32)
+    scored.versions = (VersionSpan("default", 0, 1), VersionSpan("step-1", 1, 2))
+    (first,) = MAKER.make_whole(submittable(params), Result([scored], 0)).outputs
+    assert first.weight_versions == [WeightVersionSpan("default", 0, 1), WeightVersionSpan("step-1", 1, 2)]
+    assert (first.num_kept, first.kept_masses) == ([3, 4], [0.5, 0.25])
+
+
+def test_versions_of_a_streams_parts_are_joined() -> None:
+    stream = StreamedRequest(submittable(SamplingParams()), MAKER)
+    for version, text in (("default", " 3"), ("default", " +"), ("step-1", " 4")):
+        part = event(0, text)
+        part.versions = (VersionSpan(version, 0, part.token_ids.size),)
+        output = stream.take(part).outputs[0]
+    num = len(output.token_ids)
+    last = len(TOKENIZER.encode(" 4"))
+    spans = [WeightVersionSpan("default", 0, num - last), WeightVersionSpan("step-1", num - last, num)]
+    assert output.weight_versions == spans

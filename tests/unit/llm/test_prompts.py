@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from toka_async.llm.prompts import PlainPrompt, TextPrompt, TokensPrompt, list_prompts
 
@@ -17,6 +18,9 @@ from toka_async.llm.prompts import PlainPrompt, TextPrompt, TokensPrompt, list_p
         (np.array([1, 2]), [(None, [1, 2])]),
         (np.array([[1, 2], [3, 4]]), [(None, [1, 2]), (None, [3, 4])]),
         ([[1, 2], [3]], [(None, [1, 2]), (None, [3])]),
+        (torch.tensor([[1, 2]]), [(None, [1, 2])]),
+        (np.array(["a", "b"]), [("a", None), ("b", None)]),
+        ([np.int64(1), 2], [(None, [1, 2])]),
         (TextPrompt(prompt="a"), [("a", None)]),
         ([TokensPrompt(prompt_token_ids=(1, 2))], [(None, [1, 2])]),
         ([{"prompt": "a", "prompt_token_ids": [1]}, "b"], [("a", [1]), ("b", None)]),
@@ -26,6 +30,12 @@ from toka_async.llm.prompts import PlainPrompt, TextPrompt, TokensPrompt, list_p
 )
 def test_every_form_of_a_prompt(given: Any, listed: list[tuple[str | None, list[int] | None]]) -> None:
     assert [(prompt.text, prompt.token_ids) for prompt in list_prompts(given)] == listed
+
+
+def test_ids_of_other_libraries_become_integers_of_python() -> None:
+    (prompt,) = list_prompts(np.array([1, 2]))
+    assert prompt.token_ids is not None
+    assert {type(token) for token in prompt.token_ids} == {int}
 
 
 def test_a_salt_goes_along() -> None:
@@ -42,6 +52,10 @@ def test_a_salt_goes_along() -> None:
         ([[1], [5, 2.0]], "prompt 1: token ids must be integers, not float"),
         ([{}], "needs 'prompt'"),
         ([{"prompt": 5}], "'prompt' must be text"),
+        ([{"prompt": "a", "cache_salt": 5}], "'cache_salt' must be text"),
+        ([True, False], "must be integers, not bool"),
+        ((prompt for prompt in ["a"]), "got generator"),
+        (b"a", "got bytes"),
         ([{"prompt": "a", "multi_modal_data": {"image": 1}}], "only text and token ids"),
         ([{"prompt": "a", "promt": "b"}], "'promt'"),
     ],

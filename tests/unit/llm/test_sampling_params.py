@@ -76,6 +76,9 @@ def test_the_engine_makes_texts_of_streams_and_where_it_finds_stop_strings() -> 
         ({"n": 0}, "'n'"),
         ({"seed": 2**63}, "'seed'"),
         ({"stop": "a", "detokenize": False}, "detokenize=True"),
+        ({"stop": ["a", ""]}, "'stop' must not hold an empty string"),
+        ({"min_tokens": 17}, "'min_tokens' (17) is above max_tokens (16)"),
+        ({"watermarking": True}, "'watermarking' is not supported"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_its_name(fields: dict[str, Any], part: str) -> None:
@@ -113,6 +116,19 @@ def test_fields_can_be_set_later_and_are_checked_then() -> None:
     params.top_p = 7.0
     with pytest.raises(ValueError, match="top_p"):
         params.make_fields()
+
+
+def test_a_name_that_is_no_field_cannot_be_set() -> None:
+    with pytest.raises(AttributeError, match="'max_token'; did you mean 'max_tokens'"):
+        SamplingParams().max_token = 5
+
+
+def test_the_context_may_be_the_limit_of_tokens() -> None:
+    assert SamplingParams(max_tokens=None, min_tokens=500).make_fields()["min_tokens"] == 500
+
+
+def test_a_seed_of_minus_one_is_none() -> None:
+    assert SamplingParams(seed=-1) == SamplingParams()
 
 
 def test_copies_are_equal_and_apart() -> None:

@@ -11,7 +11,10 @@ from torch import Tensor
 from tests.cases.models import heads, make_checkpoint
 from tests.drivers.thread_ranks import run_ranks
 from tests.fakes.mean_attention import TOKENS, in_shards, load, run
+from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
 from toka_async.model.comm import Comm, LocalComm
+from toka_async.model.layers import VocabularyMatrix
+from toka_async.model.matrices.ops import TorchOps
 
 
 @pytest.mark.parametrize(("family", "size"), [("llama", 2), ("qwen2", 2), ("qwen3", 3), ("mistral", 3)], ids=str)
@@ -61,3 +64,25 @@ def test_alone_nothing_is_exchanged() -> None:
     assert LocalComm().all_gather(x, 0) is x
     assert LocalComm().all_to_all(x) is x
     assert LocalComm().reduce_scatter(x) is x
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_float32_logits_are_not_rounded_to_the_models_dtype(size: int, device: str) -> None:
+    spec = MatrixSpec(names=("head",), outputs=(Units(90),), inputs=Units(64), split="outputs")
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(90, 64, generator=generator).bfloat16()
+    hidden = torch.randn(6, 64, generator=generator).bfloat16().to(device)
+    exact = hidden.double().cpu() @ weight.double().t()
+
+    def score(comm: Comm) -> Tensor:
+        head = VocabularyMatrix(spec, comm, TorchOps(), fp32=True).to(device, torch.bfloat16)
+        head.weight.data.copy_(weight[head.share.indices])
+        own = head.own_logits(hidden)
+        rows = len(hidden) // size
+        assert torch.equal(own, head.logits(hidden)[comm.rank * rows : (comm.rank + 1) * rows])
+        return head.logits(hidden)
+
+    for logits in run_ranks(size, score):
+        assert logits.dtype == torch.float32
+        torch.testing.assert_close(logits.double().cpu(), exact, atol=1e-4, rtol=1e-5)

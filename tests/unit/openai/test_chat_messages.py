@@ -22,9 +22,26 @@ def test_roles_and_nulls() -> None:
         {"role": "system", "content": "s"},
         {"role": "system", "content": "d"},
         {"role": "user", "content": "u", "name": "me"},
-        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "assistant", "content": "", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": {}}}]},
         {"role": "tool", "content": "t", "tool_call_id": "1"},
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "parsed"), [('{"a": [1, null]}', {"a": [1, None]}), ("", {}), ({"a": 1}, {"a": 1}), (None, None)]
+)
+def test_arguments_become_objects(given: Any, parsed: Any) -> None:
+    call = {"id": "1", "function": {"name": "f", "arguments": given}}
+    (message,) = parse_messages([{"role": "assistant", "tool_calls": [call]}])
+    assert message["tool_calls"] == [{"id": "1", "function": {"name": "f", "arguments": parsed}}]
+
+
+@pytest.mark.parametrize("given", ["[1", "[1]", "5", '{"a": "\\ud800"}', "[" * 10_000])
+def test_arguments_that_are_no_object(given: str) -> None:
+    call = {"id": "1", "function": {"name": "f", "arguments": given}}
+    with pytest.raises(ApiError) as caught:
+        parse_messages([{"role": "assistant", "tool_calls": [call]}])
+    assert caught.value.param == "messages[0].tool_calls[0].function.arguments"
 
 
 def test_an_answer_comes_back_as_history() -> None:

@@ -16,7 +16,7 @@ from toka_async.openai.parse import (
     parse_fields,
     parse_request,
 )
-from toka_async.openai.requests import MAX_IDS, ChatRequest, CompletionRequest, StreamOptions
+from toka_async.openai.requests import MAX_IDS, ChatRequest, CompletionRequest, DirectRequest, StreamOptions
 
 
 def completion(**fields: Any) -> CompletionRequest:
@@ -141,8 +141,10 @@ def test_a_null_is_absent_whatever_its_name() -> None:
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 def test_unsupported_fields(name: str) -> None:
-    def parsed(value: Any) -> ChatRequest:
-        return parse_fields({"messages": [], name: value}, ChatRequest)
+    def parsed(value: Any) -> CompletionRequest | DirectRequest:
+        if name in CompletionRequest.__struct_encode_fields__:
+            return parse_fields({name: value}, DirectRequest)
+        return parse_fields({"prompt": "x", name: value}, CompletionRequest)
 
     with pytest.raises(ApiError) as caught:
         parsed({"anything": "else"})

@@ -387,3 +387,11 @@ def test_a_gpu_is_locked_unless_engines_share_it(tmp_path: Path, shared: bool) -
     config = Config(parallel=ParallelConfig(gpu_locks="" if shared else str(tmp_path)))
     rank.lock_gpu(config, "GPU-1")
     assert [path.name for path in tmp_path.iterdir()] == ([] if shared else ["toka-async-GPU-1.lock"])
+
+
+@pytest.mark.parametrize(
+    ("visible", "index", "name"),
+    [(None, 1, "1"), ("", 1, "1"), ("3,5", 1, "5"), ("GPU-8f", 0, "GPU-8f"), ("3", 1, "1")],
+)
+def test_a_gpu_is_named_by_its_place_among_the_visible_ones(visible: str | None, index: int, name: str) -> None:
+    assert rank.name_gpu(index, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == name

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,22 @@ def test_wrong_arguments_are_refused_before_anything_starts() -> None:
         generate(NO_DATASET, model="demo", output="out")
     with pytest.raises(ValueError, match="samples"):
         generate(NO_DATASET, model="demo", sampling={"n": 2})
+    with pytest.raises(ValueError, match=r"sampling: .*max_token'"):
+        generate(NO_DATASET, model="demo", sampling={"max_token": 2})
+    with pytest.raises(ValueError, match=r"sampling: .*temperature"):
+        generate(NO_DATASET, model="demo", sampling={"temperature": "hot"})
     with pytest.raises(ConfigError, match="nonsense"):
         generate(NO_DATASET, model="demo", nonsense=1)
     with pytest.raises(ConfigError, match="chooses it"):
         generate(NO_DATASET, model="demo", zmq={"bind": "tcp://127.0.0.1:1"})
+
+
+def test_a_column_that_is_not_there_is_named() -> None:
+    columns: Any = SimpleNamespace(columns=lambda **_: ["id", "text"])
+    with pytest.raises(ValueError, match="there is no column 'prompt'; there are id, text"):
+        generate(columns, model="demo", device="simulated")
+    with pytest.raises(ValueError, match="there is no column 'key'"):
+        generate(columns, model="demo", device="simulated", prompt_column="text", id_column="key")
 
 
 def test_a_block_is_about_two_minutes_of_work() -> None:

@@ -41,7 +41,13 @@ def test_what_it_cannot_have_is_refused_by_name(options: dict[str, Any], message
 
 @pytest.mark.parametrize(
     ("words", "count"),
-    [(["parallel.tp=2", "parallel.pp=2"], 4), (["parallel.dp=3"], 3), (["model.device=simulated", "parallel.tp=2"], 0)],
+    [
+        (["parallel.tp=2", "parallel.pp=2"], 4),
+        (["parallel.dp=3"], 3),
+        (["model.device=simulated", "parallel.tp=2"], 0),
+        (["model.device=simulated", "simulated.gpu=pretended", "parallel.tp=2"], 2),
+        (["model.device=cpu"], 0),
+    ],
 )
 def test_a_replica_takes_a_gpu_for_each_rank(words: list[str], count: int) -> None:
     assert count_gpus(load_config(None, words)) == count

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import aiohttp
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -69,8 +70,8 @@ def test_several_samples_are_lists_and_types_are_the_same_in_every_batch() -> No
 async def test_chat_messages_become_tokens() -> None:
     assert is_chat([{"role": "user", "content": "hi"}])
     assert not any(map(is_chat, ("hi", [1, 2], [], None)))
-    async with web_server() as world:
+    async with web_server() as world, aiohttp.ClientSession(world.url) as http:
         messages = [{"role": "user", "content": "hi", "name": None}]
-        assert await tokenize_chat(world.url, messages)
+        assert await tokenize_chat(http, messages)
         with pytest.raises(RequestError, match="role"):
-            await tokenize_chat(world.url, [{"role": None, "content": "hi"}])
+            await tokenize_chat(http, [{"role": None, "content": "hi"}])

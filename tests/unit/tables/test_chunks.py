@@ -53,6 +53,23 @@ def test_an_arrow_file_with_an_index(tmp_path: Path) -> None:
     assert list_columns(find_source(path)) == ["prompt"]
 
 
+def test_a_byte_order_mark_is_no_part_of_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n', "utf-8-sig")
+    (chunk,) = read_chunks(find_source(path))
+    assert chunk.read("prompt") == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("text", "part"), [("", "no rows"), ("\n \n", "no rows"), ("[1]\nx", "line 1 is not a JSON object")]
+)
+def test_a_file_without_rows_says_so(tmp_path: Path, text: str, part: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    with pytest.raises(TableError, match=part):
+        list_columns(find_source(path))
+
+
 def test_lines_that_are_no_rows(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'\n{"prompt": "a"}\nnot json\n[1]\n{"other": 1}\n"\xff"\n')

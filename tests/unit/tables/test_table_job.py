@@ -101,6 +101,26 @@ def test_the_output_is_written_again_when_there_are_newer_answers(tmp_path: Path
     assert not job.is_written()
 
 
+def test_the_output_is_written_again_for_other_columns(tmp_path: Path) -> None:
+    source = make_rows(tmp_path)
+    job = make(source)
+    job.write_requests()
+    answer_all(job)
+    job.write_output(NUM_ROWS)
+    other = make(source, keep=["id"])
+    assert not other.is_written()
+    other.write_output(NUM_ROWS)
+    assert other.is_written()
+    assert not job.is_written()
+
+
+def test_an_interrupted_beginning_is_no_other_run(tmp_path: Path) -> None:
+    job = make(make_rows(tmp_path))
+    job.folder.mkdir()
+    (job.folder / "facts.part").touch()
+    assert job.write_requests() == NUM_ROWS
+
+
 def test_files_of_others_stay(tmp_path: Path) -> None:
     source = make_rows(tmp_path)
     (tmp_path / "out.parquet").touch()

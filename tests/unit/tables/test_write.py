@@ -78,7 +78,7 @@ def test_a_file_that_is_not_whole_has_no_name(tmp_path: Path) -> None:
 
 def test_names_of_columns() -> None:
     TableFormat(("id",)).check()
-    with pytest.raises(TableError, match="has a column 'error' already"):
+    with pytest.raises(TableError, match="two columns of the output would be 'error'"):
         TableFormat(("id", "error")).check()
 
 

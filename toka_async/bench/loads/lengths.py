@@ -129,6 +129,34 @@ def chat(requests: int, samples: int, seed: int) -> Workload:
     return _workload(np.clip(prompts, 8, 6000), limit, np.full(requests, samples, np.int32), lengths)
 
 
+def rollouts(requests: int, samples: int, seed: int) -> Workload:
+    """Draws rollouts of problems of unequal difficulty: a few samples of most prompts are very long.
+
+    Lengths are log-normal around the prompt's own mean, with a standard deviation of 1.0; max_tokens is 8192.
+    """
+    rng = np.random.default_rng(seed)
+    typical = 250 * np.exp(0.6 * rng.standard_normal(requests))
+    lengths = np.repeat(typical, samples) * np.exp(rng.standard_normal(requests * samples))
+    limit = np.full(requests, 8192, np.int32)
+    prompts = 150 + rng.gamma(4.0, 25.0, requests)
+    return _workload(prompts, limit, np.full(requests, samples, np.int32), lengths)
+
+
+def divide(work: Workload, *, interleaved: bool) -> tuple[Workload, Int32]:
+    """Makes a request of each sequence: in the same order, or the first of each request, then the second of each, …
+
+    Returns the workload, and the former request of each of its requests.
+    """
+    groups = np.repeat(np.arange(work.samples.size, dtype=np.int32), work.samples)
+    places = np.arange(groups.size)
+    if interleaved:
+        places = np.lexsort((groups, places - work.starts[groups]))
+    groups = groups[places]
+    ones = np.ones(groups.size, np.int32)
+    apart = Workload(work.prompt_tokens[groups], work.max_tokens[groups], ones, work.output_tokens[places])
+    return apart, groups
+
+
 def _workload(prompts: Float64, limit: Int32, samples: Int32, lengths: Float64) -> Workload:
     """Caps lengths at the limit."""
     outputs = np.clip(np.ceil(lengths), 1, np.repeat(limit, samples))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,9 @@ from toka_async.bench.loads.trace import draw_trace, read_trace
 Body = dict[str, Any]
 
 REQUESTS = {"trace": 4096, "single": 8}
-WARM_REQUESTS = {"samples": 4, "ends": 4, "trace": 256, "single": 1}
+WARM_REQUESTS = {"samples": 4, "ends": 4, "rollouts": 64, "trace": 256, "single": 1}
+ROLLOUT_SAMPLES = 16  # of each prompt
+MOST_OVER_MEAN = 16  # the longest rollout is at most so many times as long as the mean
 WARM_SAMPLES = 256
 WARM_TOKENS = 32
 
@@ -30,6 +33,8 @@ def build_bodies(options: argparse.Namespace, model: str, vocab_size: int | None
             asked = build_samples(options, draw)
         case "ends":
             asked = build_ends(options, draw, choose_vocab(options, vocab_size))
+        case "rollouts":
+            asked = build_rollouts(options, draw)
         case "trace":
             asked = build_trace(options, draw, choose_vocab(options, vocab_size))
         case "single":
@@ -92,6 +97,23 @@ def build_ends(options: argparse.Namespace, draw: random.Random, vocab_size: int
         }
         for prompt in build_prompts(options, draw)
     ]
+
+
+def build_rollouts(options: argparse.Namespace, draw: random.Random) -> list[Body]:
+    """Builds one request for each sample, as trainers send them: those of a prompt follow each other.
+
+    Lengths have a heavy tail: they are log-normal around the prompt's own mean, which is log-normal too, as for
+    problems of unequal difficulty. They are the same in every run, and the server is told them as max_tokens.
+    """
+    lengths = random.Random(options.seed)
+    most = options.output_tokens or MOST_OVER_MEAN * options.mean_tokens
+    asked = []
+    for prompt in build_prompts(options, draw):
+        typical = options.mean_tokens / 2 * math.exp(lengths.gauss(0, 0.6))  # the mean is about twice the median
+        for _ in range(options.samples or ROLLOUT_SAMPLES):
+            length = min(most, max(1, round(typical * math.exp(lengths.gauss(0, 1.0)))))
+            asked.append({"prompt": prompt, "seed": draw.getrandbits(63), "max_tokens": length, "ignore_eos": True})
+    return asked
 
 
 def build_trace(options: argparse.Namespace, draw: random.Random, vocab_size: int) -> list[Body]:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from toka_async.arrays import Float64
-from toka_async.bench.loads.lengths import Workload, chat, gsm8k, read_lengths
+from toka_async.bench.loads.lengths import Workload, chat, divide, gsm8k, read_lengths, rollouts
 from toka_async.bench.loads.served import BenchError
 from toka_async.bench.policy.baselines import Oracle, Reserving
 from toka_async.bench.policy.replay import VOCAB, Outcome, Replay, StepCost
@@ -24,7 +26,11 @@ from toka_async.scheduler.admission.policy import Admission, UntilFull
 from toka_async.scheduler.sequences.running import RunningSet
 
 STEP_TOKENS = 32768
-KINDS = {"gsm8k": (gsm8k, 32, 512), "chat": (chat, 16384, 1)}  # (function that draws, requests, samples of each)
+KINDS = {
+    "gsm8k": (gsm8k, 32, 512),
+    "chat": (chat, 16384, 1),
+    "rollouts": (rollouts, 256, 16),
+}  # (function that draws, requests, samples of each)
 FORECASTS = 100  # steps between two forecasts that are plotted
 
 
@@ -45,6 +51,16 @@ class PolicyResult(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
 
 
+class OrderResult(msgspec.Struct, frozen=True, kw_only=True):
+    """When work ended under our own policy, in simulated seconds: percentiles 50, 90, 99 and 100.
+
+    samples: of sequences. groups: of requests with all their sequences, or of what was one request before.
+    """
+
+    samples: tuple[float, float, float, float]
+    groups: tuple[float, float, float, float]
+
+
 class PolicyComparison(msgspec.Struct, frozen=True, kw_only=True):
     lookahead: PolicyResult
     oracle: PolicyResult
@@ -53,6 +69,7 @@ class PolicyComparison(msgspec.Struct, frozen=True, kw_only=True):
     sequences: int
     output_tokens: int
     cache_tokens: int
+    orders: dict[str, OrderResult] = {}  # by the order in which samples of one prompt come
 
 
 def main(options: argparse.Namespace) -> int:
@@ -104,7 +121,14 @@ def compare(options: argparse.Namespace, work: Workload) -> PolicyComparison:
         "until_full": run(UntilFull),
         "reserving": run(Reserving),
     }
+    orders = {}
+    if work.samples.max(initial=0) > 1:
+        orders["n samples of a request"] = _order(ours, np.arange(work.samples.size))
+        for name, interleaved in (("requests by prompt", False), ("requests in turns", True)):
+            apart, groups = divide(work, interleaved=interleaved)
+            orders[name] = _order(Replay(apart, ready, LookAhead, steps_ahead=ahead, cost=cost).run(), groups)
     return PolicyComparison(
+        orders=orders,
         sequences=work.output_tokens.size,
         output_tokens=work.num_output_tokens,
         cache_tokens=ready.num_pages * ready.page_size,
@@ -134,6 +158,19 @@ def _result(outcome: Outcome, num_pages: int) -> PolicyResult:
     )
 
 
+def _order(outcome: Outcome, groups: npt.NDArray[np.integer]) -> OrderResult:
+    """groups: of each request."""
+    ends: dict[int, float] = {}
+    for request, group in enumerate(groups.tolist()):
+        ends[group] = max(ends.get(group, 0.0), outcome.ends[request])
+    return OrderResult(samples=_percentiles(outcome.all_ends), groups=_percentiles(list(ends.values())))
+
+
+def _percentiles(values: Sequence[float]) -> tuple[float, float, float, float]:
+    p50, p90, p99, most = np.percentile(values, (50, 90, 99, 100)).round(2).tolist()
+    return p50, p90, p99, most
+
+
 def _table(result: PolicyComparison) -> list[str]:
     lines = [f"{result.sequences} sequences, {result.output_tokens} tokens, cache of {result.cache_tokens} tokens"]
     lines.append(f"{'policy':12}{'cache use':>10}{'recomputed':>12}{'wasted':>9}{'seconds':>10}{'preemptions':>13}")
@@ -144,4 +181,9 @@ def _table(result: PolicyComparison) -> list[str]:
             f"{name:12}{use:>10}{row.recomputed_share:>12.2%}{row.wasted_share:>9.2%}"
             f"{row.seconds:>10.2f}{row.preemptions:>13}"
         )
+    if result.orders:
+        lines.append(f"{'ended, seconds':32}{'p50':>9}{'p90':>9}{'p99':>9}{'all':>9}")
+    for name, order in result.orders.items():
+        for what, values in (("samples", order.samples), ("groups", order.groups)):
+            lines.append(f"{f'{name}, {what}':32}" + "".join(f"{value:>9.2f}" for value in values))
     return lines

@@ -80,7 +80,8 @@ class Outcome:
     """The result of a replay.
 
     limited: seconds in which work waited for pages: a slot was free, and tokens of the step were left over. used: the
-    integral of pages in use over these seconds, in page-seconds. pages: in use at each step.
+    integral of pages in use over these seconds, in page-seconds. pages: in use at each step. ends: by request, when its
+    last sequence had ended. all_ends: of every sequence.
     """
 
     seconds: float = 0.0
@@ -88,6 +89,8 @@ class Outcome:
     used: float = 0.0
     stats: Stats = field(default_factory=Stats)
     pages: list[int] = field(default_factory=list)
+    ends: dict[int, float] = field(default_factory=dict)
+    all_ends: list[float] = field(default_factory=list)
     forecasts: list[tuple[int, Float64]] = field(default_factory=list)
 
     def cache_use(self, num_pages: int) -> float | None:
@@ -173,7 +176,10 @@ class Replay:
         for message in self._core.take_messages(now):
             match message:
                 case Tokens():
-                    self._num_open -= int(np.count_nonzero(as_i32(message.reasons)))
+                    ended = as_i32(message.request_ids)[as_i32(message.reasons) != 0].tolist()
+                    self._num_open -= len(ended)
+                    self._outcome.ends.update(dict.fromkeys(ended, now))
+                    self._outcome.all_ends += [now] * len(ended)
                     self._num_tokens += int(as_i32(message.counts).sum())
                 case Stats():
                     self._outcome.stats = message

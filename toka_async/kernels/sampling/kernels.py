@@ -143,18 +143,12 @@ class SamplingKernels:
             shape = self._shape(logits, table)
             self._pass_over(logits, slots, table, shape)
             if measured is not None:
-                self._measure(logits, slots, table, measured, shape)
+                self.measure(logits, slots, table, measured)
             self._choose(logits, slots, contexts, table, (token_ids, logprobs), shape)
         return token_ids, logprobs
 
-    def _measure(
-        self,
-        logits: Tensor,
-        slots: Tensor,
-        table: RowTable,
-        output: tuple[Tensor, Tensor],
-        shape: dict[str, int | float],
-    ) -> None:
+    def measure(self, logits: Tensor, slots: Tensor, table: RowTable, output: tuple[Tensor, Tensor]) -> None:
+        """Stores what filters keep, as `draw_measured` returns it; a part of that, after the pass over the rows."""
         measure[(len(slots),)](
             logits,
             slots,
@@ -175,7 +169,7 @@ class SamplingKernels:
             num_parts=triton.cdiv(self._num_lines, self._part_lines),
             num_candidates=self._num_candidates,
             num_warps=8,
-            **shape,
+            **self._shape(logits, table),
         )
 
     def _pass_over(self, logits: Tensor, slots: Tensor, table: RowTable, shape: dict[str, int | float]) -> None:

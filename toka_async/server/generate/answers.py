@@ -53,8 +53,8 @@ class Answer(Protocol):
 
     def chunk(
         self, run: Run, prompt: int, sample: int, piece: Piece, reason: Reason, stop: str | int | None
-    ) -> msgspec.Struct:
-        """New text of a sample."""
+    ) -> msgspec.Struct | None:
+        """New text of a sample; None while nothing can be said of it."""
         ...
 
     def with_prompt(self, chunk: Any, run: Run, prompt: int) -> msgspec.Struct:
@@ -143,6 +143,12 @@ def packed_prompt(run: Run, prompt: int) -> PackedPrompt | UnsetType | None:
 
 def num_kept(outputs: Sequence[Sequence[Output]]) -> int:
     return sum(len(output.rows) for samples in outputs for output in samples)
+
+
+def wants_tokens(generation: GenerationParams) -> bool:
+    """Whether chunks say something of each token beside its text."""
+    wants_numbers = generation.sampling.num_logprobs >= 0
+    return generation.return_token_ids or wants_numbers or generation.return_weight_versions
 
 
 def is_heavy(run: Run, outputs: Sequence[Sequence[Output]]) -> bool:

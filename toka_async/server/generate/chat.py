@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -15,10 +16,11 @@ from toka_async.arrays import Int32, as_i32
 from toka_async.messages import Reason
 from toka_async.openai.chat_messages import parse_messages
 from toka_async.openai.errors import bad_request
-from toka_async.openai.generation import chat_generation
-from toka_async.openai.prompts import parse_token_ids
+from toka_async.openai.generation import GenerationParams, chat_generation
+from toka_async.openai.prompts import Prompt, parse_token_ids
 from toka_async.openai.requests import ChatRequest, TokenizeRequest
 from toka_async.openai.responses import (
+    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -27,8 +29,11 @@ from toka_async.openai.responses import (
     ChatLogprobs,
     ChatMessage,
     PromptLogprobs,
+    ToolCall,
+    ToolCallDelta,
     Usage,
 )
+from toka_async.openai.tools import ToolUse, parse_tool_use
 from toka_async.server.engine.token_block import TokenRows
 from toka_async.server.generate.answers import (
     FINISH,
@@ -40,6 +45,7 @@ from toka_async.server.generate.answers import (
     packed_tokens,
     run_usage,
     wants_json_logprobs,
+    wants_tokens,
     weight_versions,
 )
 from toka_async.server.generate.batching import SLICE
@@ -47,6 +53,10 @@ from toka_async.server.generate.events import ENCODER
 from toka_async.server.generate.logprobs import chat_logprobs, prompt_logprobs, prompt_rows
 from toka_async.server.generate.sample_text import Piece
 from toka_async.server.generate.service import Chat, Output, PreparedRequest, Run, Service
+from toka_async.text.formats.choice import ResponseFormat
+from toka_async.text.formats.parser import Call, Parsed, ResponseParser
+
+MAX_END = 256  # tokens of a prompt whose text shows what it has of the answer already
 
 
 async def prepare_chat(service: Service, wire: ChatRequest) -> tuple[PreparedRequest, ChatAnswer]:
@@ -59,7 +69,8 @@ async def prepare_chat(service: Service, wire: ChatRequest) -> tuple[PreparedReq
     ready = service.engine.check_serving()
     generation = chat_generation(wire, service.limits_of(ready), service.defaults)
     limits = service.limits_of(ready, generation.n)
-    chat, param = wire_chat(wire), "messages"
+    tools = parse_tool_use(wire)
+    chat, param = wire_chat(service, wire, tools.shown), "messages"
     given: str | Int32
     if wire.prompt_token_ids is None:
         given = await service.render(chat)
@@ -67,17 +78,44 @@ async def prepare_chat(service: Service, wire: ChatRequest) -> tuple[PreparedReq
         param = "prompt_token_ids"
         parse = partial(parse_token_ids, param=param)
         given = await service.in_thread(parse, wire.prompt_token_ids, is_long=len(wire.prompt_token_ids) > SLICE)
+    generation, reading = read_answers(service, wire, tools, generation, [given])
     prompts = await service.encode([given], wire.add_special_tokens, param, generation, limits)
     prepared = await service.prepare(generation, prompts, param, limits)
-    return prepared, ChatAnswer(service, new_header("chatcmpl", service.name, generation.request_id))
+    header = new_header("chatcmpl", service.name, generation.request_id)
+    return prepared, ChatAnswer(service, header, reading)
 
 
-def wire_chat(wire: ChatRequest | TokenizeRequest) -> Chat:
+def read_answers(
+    service: Service, wire: ChatRequest, tools: ToolUse, generation: GenerationParams, prompts: Sequence[Prompt]
+) -> tuple[GenerationParams, Reading | None]:
+    """How the answers to prompts are divided, if they are. Raises ApiError (400) for tools of no format."""
+    known = service.response_format
+    if tools.offered and not (known is not None and known.has_calls and service.template_names("tools")):
+        raise bad_request(
+            "'tools': the chat template does not take tools, or writes calls in no known format; "
+            "set model.chat_template or model.tool_format",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    if known is None or not (tools.offered or known.has_reasoning):
+        return generation, None
+    ends = [each if isinstance(each, str) else service.tokenizer.decode(each[-MAX_END:], False) for each in prompts]
+    reading = Reading(known, tools, wire.include_reasoning, [known.template.cut_prompt(each) for each in ends])
+    return dataclasses.replace(generation, is_parsed=True), reading
+
+
+def wire_chat(service: Service, wire: ChatRequest | TokenizeRequest, tools: list[dict[str, Any]] | None) -> Chat:
     """The chat of a request."""
-    return one_chat(wire, wire.messages or [], "messages")
+    return one_chat(service, wire, wire.messages or [], "messages", tools)
 
 
-def one_chat(wire: ChatRequest | TokenizeRequest, given: list[Any], where: str) -> Chat:
+def one_chat(
+    service: Service,
+    wire: ChatRequest | TokenizeRequest,
+    given: list[Any],
+    where: str,
+    tools: list[dict[str, Any]] | None,
+) -> Chat:
     """A chat. A final message that is to be continued is not followed by a generation prompt.
 
     `where` names the messages in errors.
@@ -88,25 +126,53 @@ def one_chat(wire: ChatRequest | TokenizeRequest, given: list[Any], where: str) 
         )
     add = not wire.continue_final_message if wire.add_generation_prompt is None else wire.add_generation_prompt
     messages = parse_messages(given, where)
-    return Chat(messages, add, wire.continue_final_message, template_kwargs(wire))
+    return Chat(messages, add, wire.continue_final_message, template_kwargs(service, wire), tools)
 
 
-def template_kwargs(wire: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """By either of their names."""
+def template_kwargs(service: Service, wire: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """By either of their names, and the effort of reasoning, if the template knows it."""
     other = wire.apply_chat_template_overrides if isinstance(wire, ChatRequest) else {}
     if other and wire.chat_template_kwargs:
         name = "apply_chat_template_overrides"
         raise bad_request(f"'{name}' and chat_template_kwargs are the same; give one", param=name)
-    return wire.chat_template_kwargs or other
+    kwargs = wire.chat_template_kwargs or other
+    effort = wire.reasoning_effort if isinstance(wire, ChatRequest) else None
+    if effort is None or (not (knows := service.template_names("reasoning_effort")) and effort == "none"):
+        return kwargs
+    if not knows or "reasoning_effort" in kwargs:
+        why = "chat_template_kwargs has it too" if knows else "the chat template does not know it; leave it out"
+        raise bad_request(f"'reasoning_effort': {why}", param="reasoning_effort", code="unsupported_parameter")
+    return {**kwargs, "reasoning_effort": effort}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the answers of one request are divided. written: what each prompt has of its answers already."""
+
+    format: ResponseFormat
+    tools: ToolUse
+    keeps_reasoning: bool
+    written: list[str]
+
+    def start(self, prompt: int) -> ResponseParser:
+        """The parser of a sample."""
+        tools = self.tools
+        return self.format.start(tools.offered, tools.most_calls, self.keeps_reasoning, self.written[prompt])
 
 
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """The responses of one request. of_many: conversations, whose choices are told apart by their places."""
+    """The responses of one request.
+
+    reading: None where texts are answers as they are. of_many: conversations, whose choices are told apart by their
+    places. parsers: of streamed samples.
+    """
 
     service: Service
     header: AnswerHeader
+    reading: Reading | None = None
     of_many: bool = False
+    parsers: dict[int, ResponseParser] = field(default_factory=dict)
 
     def whole(self, run: Run, outputs: Sequence[Sequence[Output]]) -> ChatCompletion:
         header, n = self.header, run.generation.n
@@ -128,9 +194,14 @@ class ChatAnswer:
     def choice(self, run: Run, index: int, output: Output, prompt_ids: list[int] | UnsetType) -> ChatChoice:
         finish, logprobs = FINISH[output.reason], self.logprobs(run, output.rows)
         assert finish is not None
+        message = ChatMessage(content=output.text)
+        if self.reading is not None:
+            parsed = self.reading.start(index // run.generation.n).push(output.text, is_end=True)
+            message = self.message(parsed)
+            finish = "tool_calls" if parsed.calls and finish == "stop" else finish
         return ChatChoice(
             index=index,
-            message=ChatMessage(content=output.text),
+            message=message,
             # As JSON at once: what the JSON of all samples is made of would take several times its memory.
             logprobs=None if logprobs is None else Raw(ENCODER.encode(logprobs)),
             finish_reason=finish,
@@ -139,6 +210,31 @@ class ChatAnswer:
             prompt_token_ids=prompt_ids,
             packed_logprobs=packed_tokens(run, output.rows),
             weight_versions=weight_versions(self.service, run, output.rows),
+        )
+
+    def message(self, parsed: Parsed) -> ChatMessage:
+        assert self.reading is not None
+        calls = [ToolCall(id=self.reading.format.new_id(), function=called(each)) for each in parsed.calls]
+        return ChatMessage(
+            content=parsed.content or (None if calls else ""),
+            reasoning_content=parsed.reasoning or UNSET,
+            reasoning=parsed.reasoning or UNSET,
+            tool_calls=calls or UNSET,
+        )
+
+    def delta(self, parsed: Parsed, parser: ResponseParser) -> ChatDelta:
+        """Whole calls; the parser counts those of its sample, these included."""
+        assert self.reading is not None
+        new_id, first = self.reading.format.new_id, parser.num_calls - len(parsed.calls)
+        calls = [
+            ToolCallDelta(index=index, id=new_id(), function=called(each))
+            for index, each in enumerate(parsed.calls, first)
+        ]
+        return ChatDelta(
+            content=parsed.content or UNSET,
+            reasoning_content=parsed.reasoning or UNSET,
+            reasoning=parsed.reasoning or UNSET,
+            tool_calls=calls or UNSET,
         )
 
     def prompt_token_ids(self, run: Run, prompt: int) -> list[int] | UnsetType:
@@ -154,13 +250,25 @@ class ChatAnswer:
 
     def chunk(
         self, run: Run, prompt: int, sample: int, piece: Piece, reason: Reason, stop: str | int | None
-    ) -> ChatChunk:
+    ) -> ChatChunk | None:
         assert prompt == 0, "a chat has one prompt"
+        finish, delta, logprobs = FINISH[reason], ChatDelta(content=piece.text or UNSET), self.logprobs(run, piece.rows)
+        if self.reading is not None:
+            parser = self.parsers.get(sample)
+            if parser is None:
+                parser = self.parsers[sample] = self.reading.start(prompt)
+            parsed = parser.push(piece.text, is_end=reason is not Reason.NONE)
+            if not (parsed or finish or wants_tokens(run.generation)):
+                return None
+            delta = self.delta(parsed, parser)
+            if finish:
+                del self.parsers[sample]
+            finish = "tool_calls" if parser.num_calls and finish == "stop" else finish
         choice = ChatChunkChoice(
             index=sample,
-            delta=ChatDelta(content=piece.text or UNSET),
-            logprobs=self.logprobs(run, piece.rows),
-            finish_reason=FINISH[reason],
+            delta=delta,
+            logprobs=logprobs,
+            finish_reason=finish,
             stop_reason=stop,
             token_ids=piece.rows.token_ids.tolist() if run.generation.return_token_ids else UNSET,
             packed_logprobs=packed_tokens(run, piece.rows),
@@ -194,3 +302,7 @@ class ChatAnswer:
             return None
         rows = prompt_rows(run.prompts[0], prefilled, run.generation.sampling.num_prompt_logprobs)
         return prompt_logprobs(self.service.tokenizer, rows, as_i32(prefilled.ranks), num_top)
+
+
+def called(call: Call) -> CalledFunction:
+    return CalledFunction(name=call.name, arguments=call.arguments)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from toka_async.messages import Reason
 from toka_async.server.engine.token_block import NO_ROWS, REASONS, TokenBlock
-from toka_async.server.generate.answers import Answer, sample_usage
+from toka_async.server.generate.answers import Answer, sample_usage, wants_tokens
 from toka_async.server.generate.block_texts import JsonTexts
 from toka_async.server.generate.sample_text import Piece, StreamedTexts
 from toka_async.server.generate.service import Run, Service, stop_token
@@ -55,17 +55,19 @@ class StreamEvents:
         self._answer = answer
         self._n = generation.n
         self._wants_versions = generation.return_weight_versions
-        wants_numbers = generation.sampling.num_logprobs >= 0
-        self._wants_tokens = generation.return_token_ids or wants_numbers or self._wants_versions
-        self._is_plain = not (self._wants_tokens or generation.usage_in_chunks or generation.pad_chunks)
+        self._wants_tokens = wants_tokens(generation)
+        made_one_by_one = generation.usage_in_chunks or generation.pad_chunks or generation.is_parsed
+        self._is_plain = not (self._wants_tokens or made_one_by_one)
+        tokenizer = service.marking_tokenizer if generation.is_parsed else service.tokenizer
         self._samples = StreamedTexts(
-            service.tokenizer, run.options, num_prompts, generation.n, service.engine.requests.end_sample
+            tokenizer, run.options, num_prompts, generation.n, service.engine.requests.end_sample
         )
         self._texts = service.json_texts[run.options.skip_special_tokens]
         self._has_stops = run.options.stops is not None
         if self._is_plain and run.options.stops is not None:
             firsts = run.options.stops.automaton.firsts
             self._texts = JsonTexts(service.tokenizer, run.options.skip_special_tokens, firsts)
+        self._num_begun = [0] * num_prompts
         self._prefixes: list[bytes | None] = [None] * (num_prompts * generation.n)
         self._suffix = b""
         self._prompts_due = {*range(len(self._prefixes))} if generation.return_token_ids else set()
@@ -122,7 +124,19 @@ class StreamEvents:
             start = end
 
     def _begin(self, parts: list[bytes], row: int) -> bytes:
-        """Append the sample's first chunk where there is one; returns the prefix of its events, if they are plain."""
+        """Append the first chunks of the sample and of those before it; returns the prefix of its events, if plain.
+
+        Samples begin in their order, because OpenAI's client takes them in no other.
+        """
+        prompt, sample = divmod(row, self._n)
+        prefix = b""
+        while self._num_begun[prompt] <= sample:
+            each = prompt * self._n + self._num_begun[prompt]
+            self._num_begun[prompt] += 1
+            prefix = self._begin_sample(parts, each)
+        return prefix
+
+    def _begin_sample(self, parts: list[bytes], row: int) -> bytes:
         prompt, sample = divmod(row, self._n)
         first = self._answer.first(self._run, prompt, sample)
         if first is not None:
@@ -130,6 +144,7 @@ class StreamEvents:
         prefix = b""
         if self._is_plain:
             chunk = self._answer.chunk(self._run, prompt, sample, Piece(MARK, NO_ROWS, []), Reason.NONE, None)
+            assert chunk is not None
             prefix, _, self._suffix = event(chunk).partition(encode_text(MARK))
         self._prefixes[row] = prefix
         return prefix
@@ -138,6 +153,8 @@ class StreamEvents:
         prompt, sample = divmod(row, self._n)
         stop = piece.stop if piece.stop is not None else stop_token(self._run.generation, piece.rows, reason)
         chunk = self._answer.chunk(self._run, prompt, sample, piece, reason, stop)
+        if chunk is None:
+            return
         parts.append(event(self._complete(chunk, row, self._samples.num_tokens[row], piece.text)))
 
     def _complete(self, chunk: msgspec.Struct, row: int, num_tokens: int, text: str) -> msgspec.Struct:

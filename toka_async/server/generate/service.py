@@ -50,6 +50,7 @@ from toka_async.server.generate.stop_sets import StopSets
 from toka_async.server.limits.account import Account, Cost
 from toka_async.server.limits.accounts import Accounts
 from toka_async.text.chat import MAX_CHARS, ChatTemplate, ChatTemplateError, TemplateKwargsError
+from toka_async.text.formats.choice import ResponseFormat
 from toka_async.text.stop import StopStrings
 from toka_async.text.tokenizer import Tokenizer, writes_spaces
 from toka_async.text.tokenizer_files import TokenizerError
@@ -68,6 +69,7 @@ class Chat:
     add_generation_prompt: bool
     continue_final_message: bool
     kwargs: dict[str, Any]
+    tools: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +124,16 @@ class Service:
     executor: Executor
     accounts: Accounts
     logs_prompts: bool = False
+    response_format: ResponseFormat | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     json_texts: dict[bool, JsonTexts] = field(init=False)  # without and with special tokens skipped
     token_names: dict[bool, TokenNames] = field(init=False)  # by text and by id
     token_lengths: dict[bool, TokenLengths] = field(init=False)  # as json_texts
     grammars: GrammarChecks = field(init=False)
+    marking_tokenizer: Tokenizer = field(init=False)  # its texts have the special tokens that the response format reads
     _encoder: TextEncoder = field(init=False)
     _render: Batcher[Chat, str] = field(init=False)
-    _block_texts: BlockTexts = field(init=False)
+    _block_texts: dict[bool, BlockTexts] = field(init=False)  # without and with those tokens
     _stop_sets: StopSets = field(init=False)
     _writes_spaces: bool = field(init=False)
 
@@ -140,9 +144,16 @@ class Service:
         self.grammars = GrammarChecks(self.tokenizer, self.defaults.end_ids)
         self._encoder = TextEncoder(self.tokenizer, self.executor)
         self._render = Batcher(self._render_all, self.executor)
-        self._block_texts = BlockTexts(self.tokenizer)
+        self.marking_tokenizer = self.tokenizer
+        if (known := self.response_format) is not None:
+            self.marking_tokenizer = self.tokenizer.with_shown(known.find_markers(self.tokenizer.special_texts))
+        self._block_texts = {False: BlockTexts(self.tokenizer), True: BlockTexts(self.marking_tokenizer)}
         self._stop_sets = StopSets(self.engine, self.tokenizer, self.executor)
         self._writes_spaces = writes_spaces(self.tokenizer)
+
+    def template_names(self, name: str) -> bool:
+        """Whether the chat template uses a name, such as `tools`."""
+        return self.chat_template is not None and name in self.chat_template.names
 
     def check_model(self, model: str | None) -> None:
         """Raises ApiError (404) when another model is asked for; none means this one."""
@@ -315,7 +326,8 @@ class Service:
             salt = self.accounts.salt_of(account, generation.cache_salt)
             requests = request_columns(generation, prompts, request.budgets, stop_id, salt)
             group = RequestGroup(len(prompts), generation.n, generation.stream)
-            watched = nullcontext() if stops is None else self._stop_sets.watched(group, options)
+            tokenizer = self.marking_tokenizer if generation.is_parsed else self.tokenizer
+            watched = nullcontext() if stops is None else self._stop_sets.watched(group, options, tokenizer)
             names: dict[str, int | None] = {generation.request_id: None} if generation.request_id else {}
             with noted(prompts, group), watched, self.engine.control.named(names, group):
                 async with self.engine.running(requests, group, account.timeout, waited):
@@ -342,7 +354,7 @@ class Service:
         """`block` has all samples, in order."""
         n, start, outputs = run.generation.n, 0, []
         block = block.with_versions() if run.generation.return_weight_versions else block
-        texts = self._block_texts.texts(block, run.options)
+        texts = self._block_texts[run.generation.is_parsed].texts(block, run.options)
         for text, count, reason in zip(texts, block.counts.tolist(), block.reasons.tolist(), strict=True):
             rows = block.tokens.part(start, start + count)
             outputs.append(output(run.generation, text, rows, REASONS[reason]))
@@ -357,6 +369,7 @@ class Service:
                 chat.messages,
                 add_generation_prompt=chat.add_generation_prompt,
                 continue_final_message=chat.continue_final_message,
+                tools=chat.tools,
                 kwargs=chat.kwargs,
             )
             for chat in chats

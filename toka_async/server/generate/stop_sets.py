@@ -31,6 +31,7 @@ class Watched:
     """Requests of one sink whose samples are looked at, by key and sample. ended: those that a string was found in."""
 
     options: TextOptions
+    tokenizer: Tokenizer
     samples: dict[tuple[int, int], StopWatch] = field(default_factory=dict)
     ended: set[tuple[int, int]] = field(default_factory=set)
 
@@ -79,9 +80,9 @@ class StopSets:
                 self._leave(key)
 
     @contextmanager
-    def watched(self, sink: Sink, options: TextOptions) -> Iterator[None]:
-        """While in it, the scheduler's questions about the sink's requests are answered."""
-        self._watched[sink] = Watched(options)
+    def watched(self, sink: Sink, options: TextOptions, tokenizer: Tokenizer) -> Iterator[None]:
+        """While in it, the scheduler's questions about the sink's requests are answered. tokenizer: of their texts."""
+        self._watched[sink] = Watched(options, tokenizer)
         try:
             yield
         finally:
@@ -134,7 +135,7 @@ class StopSets:
             assert options.stops is not None
             watch = watched.samples[key, sample] = StopWatch(
                 options.stops,
-                self._tokenizer,
+                watched.tokenizer,
                 skip_special_tokens=options.skip_special_tokens,
                 min_tokens=options.min_tokens,
             )

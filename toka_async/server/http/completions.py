@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from aiohttp import web
 
 from toka_async.openai.errors import bad_request
 from toka_async.openai.generation import chat_generation
 from toka_async.openai.requests import ChatBatchRequest, ChatRequest, CompletionRequest
+from toka_async.openai.tools import ToolUse, parse_tool_use
 from toka_async.server.access.guard import account_of
 from toka_async.server.generate.answers import new_header
 from toka_async.server.generate.batching import SLICE
-from toka_async.server.generate.chat import ChatAnswer, one_chat, prepare_chat
+from toka_async.server.generate.chat import ChatAnswer, one_chat, prepare_chat, read_answers
 from toka_async.server.generate.completions import check_counts, prepare_completion
-from toka_async.server.generate.service import Chat
+from toka_async.server.generate.service import Chat, Service
 from toka_async.server.http.receive import read_request
 from toka_async.server.http.respond import SERVICE, respond
 
@@ -50,15 +53,19 @@ async def chat_batch(request: web.Request) -> web.StreamResponse:
     generation = chat_generation(wire, service.limits_of(ready), service.defaults)
     limits = service.limits_of(ready, generation.n)
     check_counts(len(wire.messages), generation.n, service.config, "messages")
-    texts = await service.render_all(await service.in_thread(conversations, wire, is_long=len(wire.messages) > SLICE))
+    tools = parse_tool_use(wire)
+    make_chats = partial(conversations, service, tools)
+    texts = await service.render_all(await service.in_thread(make_chats, wire, is_long=len(wire.messages) > SLICE))
+    generation, reading = read_answers(service, wire, tools, generation, texts)
     prompts = await service.encode(texts, wire.add_special_tokens, "messages", generation, limits)
     prepared = await service.prepare(generation, prompts, "messages", limits)
     del wire, texts  # while the request runs, nobody needs what its body was parsed to
+    answer = ChatAnswer(service, new_header("chatcmpl", service.name), reading, of_many=True)
     async with service.running(prepared, account_of(request)) as run:
-        return await respond(request, run, ChatAnswer(service, new_header("chatcmpl", service.name), of_many=True))
+        return await respond(request, run, answer)
 
 
-def conversations(wire: ChatBatchRequest) -> list[Chat]:
+def conversations(service: Service, tools: ToolUse, wire: ChatBatchRequest) -> list[Chat]:
     """Raises ApiError (400) that names the place."""
     if not wire.messages:
         raise bad_request("'messages' must not be empty", param="messages")
@@ -67,5 +74,5 @@ def conversations(wire: ChatBatchRequest) -> list[Chat]:
         where = f"messages[{index}]"
         if not isinstance(messages, list):
             raise bad_request(f"'{where}' must be a list of messages: one conversation", param=where)
-        chats.append(one_chat(wire, messages, where))
+        chats.append(one_chat(service, wire, messages, where, tools.shown))
     return chats

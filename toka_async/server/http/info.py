@@ -17,6 +17,7 @@ from toka_async.openai.errors import bad_request, model_not_found
 from toka_async.openai.prompts import check_vocabulary, parse_token_ids
 from toka_async.openai.requests import DetokenizeRequest, TokenizeRequest
 from toka_async.openai.responses import DetokenizeResponse, Health, Model, ModelList, TokenizeResponse, Version
+from toka_async.openai.tools import show_tools
 from toka_async.server.access.guard import GUARD
 from toka_async.server.access.guard_metrics import format_account_metrics
 from toka_async.server.engine.load import load_of
@@ -93,7 +94,11 @@ async def tokenize(request: web.Request) -> web.Response:
     service.check_model(wire.model)
     if (wire.prompt is None) == (wire.messages is None):
         raise bad_request("give either 'prompt' or 'messages'", param="prompt")
-    text = wire.prompt if wire.prompt is not None else await service.render(wire_chat(wire))
+    text = (
+        wire.prompt
+        if wire.prompt is not None
+        else await service.render(wire_chat(service, wire, show_tools(wire.tools)))
+    )
     special = wire.messages is None if wire.add_special_tokens is None else wire.add_special_tokens
     param = "prompt" if wire.messages is None else "messages"
     ids = await service.tokenize(text, special, param)

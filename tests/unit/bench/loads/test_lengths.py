@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from toka_async.bench.loads.lengths import COLUMNS, chat, gsm8k, read_lengths
+from toka_async.bench.loads.lengths import COLUMNS, Workload, chat, divide, gsm8k, read_lengths
 from toka_async.cli import main
 
 HEADER = ",".join(COLUMNS)
@@ -73,3 +73,21 @@ def test_drawn_lengths_look_like_what_they_are_named_after() -> None:
     assert talk.samples.max() == 1
     assert np.quantile(talk.output_tokens, 0.99) > 4 * talk.output_tokens.mean()
     assert (talk.output_tokens <= talk.max_tokens).all()
+
+
+def test_a_workload_is_divided_in_order_or_in_turns() -> None:
+    work = Workload(
+        prompt_tokens=np.asarray([5, 7], np.int32),
+        max_tokens=np.asarray([50, 70], np.int32),
+        samples=np.asarray([3, 2], np.int32),
+        output_tokens=np.asarray([1, 2, 3, 4, 5], np.int32),
+    )
+    apart, groups = divide(work, interleaved=False)
+    assert groups.tolist() == [0, 0, 0, 1, 1]
+    assert apart.output_tokens.tolist() == [1, 2, 3, 4, 5]
+    assert apart.max_tokens.tolist() == [50, 50, 50, 70, 70]
+    turns, groups = divide(work, interleaved=True)
+    assert groups.tolist() == [0, 1, 0, 1, 0]
+    assert turns.output_tokens.tolist() == [1, 4, 2, 5, 3]
+    assert turns.prompt_tokens.tolist() == [5, 7, 5, 7, 5]
+    assert turns.samples.tolist() == [1] * 5

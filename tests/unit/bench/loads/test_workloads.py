@@ -69,3 +69,22 @@ def test_one_user_streams(parse: Parse) -> None:
     assert len(asked) == 8
     assert all(body["stream"] and body["stream_options"] == {"include_usage": True} for body in asked)
     assert all((body["n"], body["max_tokens"]) == (1, 256) for body in asked)
+
+
+def test_rollouts_are_groups_with_a_long_tail(parse: Parse) -> None:
+    options = parse("serve-load", "--load", "rollouts", "--prompts", "32", "--mean-tokens", "100")
+    asked = build_bodies(options, "m", None, 0)
+    assert len(asked) == 32 * 16
+    prompts = [body["prompt"] for body in asked]
+    assert prompts == [prompt for prompt in dict.fromkeys(prompts) for _ in range(16)]
+    assert len(set(prompts)) == 32
+    lengths = sorted(body["max_tokens"] for body in asked)
+    assert lengths[len(lengths) // 2] < 100 < lengths[-1] <= 1600
+    assert (
+        sum(lengths[-len(lengths) // 10 :]) > sum(lengths) / 4
+    )  # a tenth of them has more than a quarter of the tokens
+    assert len({body["seed"] for body in asked}) == len(asked)
+    again = build_bodies(options, "m", None, 1)
+    assert [body["max_tokens"] for body in again] == [body["max_tokens"] for body in asked]
+    assert again[0]["prompt"] != asked[0]["prompt"]
+    assert num_sequences(asked) == 512

@@ -45,6 +45,11 @@ def test_json_has_every_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert 0 < result[name]["cache_use"] <= 1
     assert (result["sequences"], result["output_tokens"], result["cache_tokens"]) == (12, 119, 160)
     assert result["oracle"]["seconds"] <= result["reserving"]["seconds"]
+    assert list(result["orders"]) == ["n samples of a request", "requests by prompt", "requests in turns"]
+    for order in result["orders"].values():
+        assert sorted(order["samples"]) == order["samples"]
+        assert order["groups"][-1] == order["samples"][-1]  # the last group ends with the last sample
+        assert all(group >= sample for group, sample in zip(order["groups"], order["samples"], strict=True))
 
 
 def replayed(work: Workload, policy: str) -> Outcome:

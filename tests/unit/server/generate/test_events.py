@@ -77,15 +77,22 @@ def make(tokenizer: Tokenizer, end: int, flags: list[bool], stops: list[str]) ->
     return service, Run(generation, [np.array([1], np.int32)], text_options(generation), group), answer
 
 
-def plain_events(service: Service, run: Run, answer: Answer, arrivals: Arrivals, streams: Streams) -> list[bytes]:
-    """The definition: a chunk for what each sample's tokens add, where that is something."""
+def plain_events(
+    service: Service, run: Run, answer: Answer, arrivals: Arrivals, streams: Streams, due: set[int]
+) -> list[bytes]:
+    """The definition: a chunk for what each sample's tokens add, where that is something; samples begin in order.
+
+    due: samples whose first chunk has the prompt.
+    """
     generation, events = run.generation, []
     for sample, ids, reason in sorted(arrivals):
-        chunks, is_new = [], sample not in streams
-        if is_new:
-            streams[sample] = SampleStream(service.tokenizer, run.options)
-            chunks += [first] if (first := answer.first(run, 0, sample)) is not None else []
+        made: list[tuple[int, Any]] = []
+        for each in range(sample + 1):
+            if each not in streams:
+                streams[each] = SampleStream(service.tokenizer, run.options)
+                made.append((each, answer.first(run, 0, each)))
         stream = streams[sample]
+        assert stream is not None or not made
         if stream is None:
             continue  # a stop string has ended it
         piece = stream.push(make_tokens(ids), reason)
@@ -93,10 +100,11 @@ def plain_events(service: Service, run: Run, answer: Answer, arrivals: Arrivals,
         if piece.stop is not None:
             reason, stop, streams[sample] = Reason.STOP_STRING, piece.stop, None
         if reason or piece.text or (generation.return_token_ids and len(piece.rows)):
-            chunks.append(answer.chunk(run, 0, sample, piece, reason, stop))
-        if chunks and generation.return_token_ids and is_new:
-            chunks[0] = answer.with_prompt(chunks[0], run, 0)  # type: ignore[arg-type]
-        events += [event(chunk) for chunk in chunks]
+            made.append((sample, answer.chunk(run, 0, sample, piece, reason, stop)))
+        for each, chunk in made:
+            if chunk is not None:
+                events.append(event(answer.with_prompt(chunk, run, 0) if each in due else chunk))
+                due.discard(each)
     return events
 
 
@@ -114,6 +122,7 @@ def test_events_are_those_of_the_definition(build: Callable[[], Tokenizer], seed
     for row in rows:
         row[-1] = random.choice([end, row[-1]])
     events, streams = StreamEvents(service, run, answer), Streams()
+    due = set(range(N)) if run.generation.return_token_ids else set()
     while any(rows):
         arrivals: Arrivals = []
         for sample in random.sample(range(N), N):
@@ -123,7 +132,7 @@ def test_events_are_those_of_the_definition(build: Callable[[], Tokenizer], seed
                 arrivals.append((sample, new, Reason.NONE if rows[sample] else reasons[sample]))
         if arrivals:
             block = merge_blocks([make_block(arrivals)], N)
-            assert events.take(block) == b"".join(plain_events(service, run, answer, arrivals, streams))
+            assert events.take(block) == b"".join(plain_events(service, run, answer, arrivals, streams, due))
     assert events.num_open == 0
     assert len(told) == len({sample for _, sample, _ in told}) <= sum(stream is None for stream in streams.values())
     stopped = {sample: num_tokens for _, sample, num_tokens in told}

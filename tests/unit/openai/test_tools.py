@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from toka_async.openai.errors import ApiError
+from toka_async.openai.parse import parse_fields
+from toka_async.openai.requests import ChatRequest
+from toka_async.openai.tools import ToolUse, parse_tool_use
+
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
+F = {"type": "function", "function": {"name": "f", "description": "d", "parameters": PARAMETERS, "strict": False}}
+G = {"type": "function", "function": {"name": "g"}}
+
+
+def tool_use(**fields: Any) -> ToolUse:
+    return parse_tool_use(parse_fields({"messages": [], **fields}, ChatRequest))
+
+
+def allow(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_nulls_are_absent_in_tools_too() -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": None, "parameters": None, "strict": None}}
+    assert tool_use(tools=[tool], tool_choice=None).shown == [{"type": "function", "function": {"name": "f"}}]
+
+
+def test_what_templates_and_parsers_get() -> None:
+    shown = {"name": "f", "description": "d", "parameters": PARAMETERS}
+    used = tool_use(tools=[F, G], parallel_tool_calls=False)
+    assert used.shown == [{"type": "function", "function": shown}, {"type": "function", "function": {"name": "g"}}]
+    assert used.offered == {"f": {"a": {"type": "integer"}}, "g": {}}
+    assert used.most_calls == 1
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tools": [F], "tool_choice": "none"}, {"tool_choice": "auto"}])
+def test_nothing_may_be_called(fields: dict[str, Any]) -> None:
+    assert tool_use(**fields) == ToolUse()
+
+
+def test_allowed_tools() -> None:
+    assert list(tool_use(tools=[F, G], tool_choice=allow("auto", "g")).offered) == ["g"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [F, F]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [F], "tool_choice": allow("auto", "x")}, "tool_choice.allowed_tools"),
+        ({"tools": [F], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        ({"tools": [F], "tool_choice": allow("auto", "f") | {"function": {"name": "f"}}}, "tool_choice.allowed_tools"),
+        ({"tools": [F], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function"),
+    ],
+)
+def test_choices_that_make_no_sense(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        tool_use(**fields)
+    assert caught.value.param == param

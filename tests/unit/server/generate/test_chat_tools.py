@@ -1,0 +1,259 @@
+"""Tool calls and reasoning as clients get them, whole and streamed, through OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import pytest
+import tokenizers
+
+from tests.cases.tokenizers import NAMES, byte_level
+from tests.drivers.web_server import NAME, WebServer, web_server
+from tests.fakes.scheduler import FakeScheduler
+from toka_async.arrays import as_i32
+from toka_async.text.tokenizer import Tokenizer
+
+PATH = "/v1/chat/completions"
+TEMPLATE = (
+    '{% if tools %}{{ tools | tojson }}\n<tool_call> "arguments"{% endif %}'
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}"
+    "\n{% endfor %}{% if add_generation_prompt %}<assistant>{% if thinks %}<think>\n{% endif %}{% endif %}"
+)
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+ANSWER = f"<think>\nLet me see.\n</think>\n\nI look.\n{CALL}\n{OTHER}"
+MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "time"}},
+]
+
+
+@asynccontextmanager
+async def answering(
+    text: str = ANSWER, template: str = TEMPLATE, tokenizer: Tokenizer | None = None, **config: Any
+) -> AsyncIterator[WebServer]:
+    """A server whose model says this."""
+    tokenizer = tokenizer or byte_level()
+    ids, end = tokenizer.encode(text), tokenizer.eos_token_id
+    assert end is not None
+    script = FakeScheduler(lambda _submit, _sample: [*ids, *[end] * 400])
+    async with web_server(script, tokenizer, template, **config) as running:
+        yield running
+
+
+@asynccontextmanager
+async def client_of(server: WebServer) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def prompt(server: WebServer) -> str:
+    return server.tokenizer.decode(as_i32(server.scheduler.submits[-1].prompt).tolist(), skip_special_tokens=False)
+
+
+async def test_whole() -> None:
+    async with answering() as server, client_of(server) as client:
+        answer = await client.chat.completions.create(model=NAME, messages=MESSAGES, tools=TOOLS)
+        assert prompt(server).startswith('[{"type": "function", "function": {"name": "weather", "description": "of')
+    (choice,) = answer.choices
+    message = choice.message
+    assert choice.finish_reason == "tool_calls"
+    assert message.content == "I look."
+    assert message.model_extra == {"reasoning_content": "Let me see.", "reasoning": "Let me see."}
+    assert message.tool_calls is not None
+    assert len({call.id for call in message.tool_calls}) == 2
+    found = [
+        (each.function.name, json.loads(each.function.arguments))
+        for each in message.tool_calls
+        if each.type == "function"
+    ]
+    assert found == [("weather", {"city": "Köln"}), ("time", {})]
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": True}, {"stream_options": {"include_usage": True}}])
+async def test_streamed_samples_are_whole_ones(fields: dict[str, Any]) -> None:
+    """Through the client's own accumulation, which checks ids, indices and order."""
+    async with answering() as server, client_of(server) as client:
+        asked: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "tools": TOOLS, "n": 3, **fields}
+        async with client.chat.completions.stream(**asked) as stream:
+            events = [event async for event in stream]
+            answer = await stream.get_final_completion()
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    for choice in answer.choices:
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "I look."
+        assert (choice.message.model_extra or {})["reasoning_content"] == "Let me see."
+        assert [call.function.name for call in choice.message.tool_calls or ()] == ["weather", "time"]
+        assert next(iter(choice.message.tool_calls or ())).function.arguments == '{"city":"Köln"}'
+    done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert len(done) == 6
+
+
+async def test_deltas_of_calls_are_whole() -> None:
+    async with answering() as server:
+        events = await server.events(PATH, {"messages": MESSAGES, "tools": TOOLS})
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert [(call["index"], call["type"], call["function"]["name"]) for call in calls] == [
+        (0, "function", "weather"),
+        (1, "function", "time"),
+    ]
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == "Let me see."
+    assert all(delta.get("reasoning") == delta.get("reasoning_content") for delta in deltas)
+    assert "<" not in "".join(delta.get("content", "") for delta in deltas)
+    assert not any(
+        delta == {} and event["choices"][0]["finish_reason"] is None
+        for delta, event in zip(deltas, events, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("choice", "shown", "called"),
+    [
+        ("auto", ["weather", "time"], ["weather", "time"]),
+        ("none", [], []),
+        (
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "time"}}]},
+            },
+            ["time"],
+            ["time"],
+        ),
+    ],
+)
+async def test_choices(choice: Any, shown: list[str], called: list[str]) -> None:
+    async with answering() as server:
+        body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}
+        answer = await server.ok(PATH, body)
+        assert [name for name in ("weather", "time") if f'"name": "{name}"' in prompt(server)] == shown
+    calls = answer["choices"][0]["message"].get("tool_calls", [])
+    assert [call["function"]["name"] for call in calls] == called
+    content = answer["choices"][0]["message"]["content"]
+    assert (CALL in content) == ("weather" not in called)
+
+
+async def test_one_call_at_most() -> None:
+    async with answering() as server:
+        answer = await server.ok(PATH, {"messages": MESSAGES, "tools": TOOLS, "parallel_tool_calls": False})
+    assert [call["function"]["name"] for call in answer["choices"][0]["message"]["tool_calls"]] == ["weather"]
+
+
+async def test_calls_alone_have_no_content() -> None:
+    async with answering(CALL) as server:
+        answer = await server.ok(PATH, {"messages": MESSAGES, "tools": TOOLS})
+    assert answer["choices"][0]["message"]["content"] is None
+
+
+async def test_reasoning_that_is_cut_off_stays_reasoning() -> None:
+    async with answering("It is long") as server:
+        body = {"messages": MESSAGES, "chat_template_kwargs": {"thinks": True}, "max_tokens": 5}
+        whole = await server.ok(PATH, body)
+        events = await server.events(PATH, body)
+    (choice,) = whole["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["content"] == ""
+    assert choice["message"]["reasoning"]
+    streamed = "".join(event["choices"][0]["delta"].get("reasoning", "") for event in events)
+    assert streamed == choice["message"]["reasoning"]
+
+
+async def test_reasoning_may_be_left_out() -> None:
+    async with answering("<think>hm</think>yes") as server:
+        answer = await server.ok(PATH, {"messages": MESSAGES, "include_reasoning": False})
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "yes", "refusal": None}
+
+
+async def test_many_conversations() -> None:
+    async with answering() as server:
+        answer = await server.ok(f"{PATH}/batch", {"messages": [MESSAGES, MESSAGES], "tools": TOOLS, "n": 2})
+    assert [len(choice["message"]["tool_calls"]) for choice in answer["choices"]] == [2] * 4
+
+
+async def test_arguments_of_earlier_calls_reach_the_template_as_objects() -> None:
+    history = [
+        *MESSAGES,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "time", "arguments": '{"a": 1}'}}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "noon"},
+    ]
+    async with answering() as server:
+        await server.ok(PATH, {"messages": history, "tools": TOOLS, "max_tokens": 1})
+        assert '{"name": "time", "arguments": {"a": 1}}' in prompt(server)
+        tokens = await server.ok("/tokenize", {"messages": history, "tools": TOOLS})
+        assert server.tokenizer.decode(tokens["tokens"], skip_special_tokens=False) == prompt(server)
+        history[1]["tool_calls"][0]["function"]["arguments"] = "[1"
+        error = await server.error(PATH, {"messages": history, "tools": TOOLS})
+        assert error["param"] == "messages[1].tool_calls[0].function.arguments"
+
+
+@pytest.mark.parametrize("stop", [[], ["Köln"], ["</tool_call>"]])
+async def test_special_tokens_that_mark_calls_are_read_and_others_left_out(stop: list[str]) -> None:
+    """And stop strings see the same text, whole and streamed."""
+    backend = tokenizers.Tokenizer.from_str(byte_level().backend.to_str())
+    backend.add_special_tokens(["<tool_call>", "</tool_call>", "<other>"])
+    tokenizer = Tokenizer(backend, NAMES)
+    text = f"<other>It<other> is so\n{CALL}<other>"
+    async with answering(text, tokenizer=tokenizer) as server:
+        body = {"messages": MESSAGES, "tools": TOOLS, "stop": stop}
+        whole = (await server.ok(PATH, body))["choices"][0]["message"]
+        events = await server.events(PATH, body)
+        plain = await server.ok(PATH, {"messages": MESSAGES, "chat_template_kwargs": {"tools_are": "not shown"}})
+    deltas = [event["choices"][0]["delta"] for event in events]
+    called = [call["function"] for call in whole.get("tool_calls", [])]
+    assert called == [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
+    assert bool(called) == (stop != ["Köln"])
+    assert "".join(delta.get("content", "") for delta in deltas) == whole["content"]
+    assert whole["content"].startswith("It is so")
+    assert "<other>" not in whole["content"]
+    assert plain["choices"][0]["message"]["content"].startswith("It is so")
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "param"),
+    [
+        ("{{ messages }}", {}, "tools"),
+        ("{{ messages }}{{ tools }}", {}, "tools"),
+        (TEMPLATE, {"tool_choice": "required"}, "tool_choice"),
+        (TEMPLATE, {"tool_choice": {"type": "function", "function": {"name": "time"}}}, "tool_choice"),
+        (TEMPLATE, {"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function"),
+        (TEMPLATE, {"tool_choice": {"type": "function"}}, "tool_choice.function"),
+        (TEMPLATE, {"tools": [*TOOLS, TOOLS[0]]}, "tools"),
+        (
+            TEMPLATE,
+            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+            "tools[0].function.strict",
+        ),
+        (TEMPLATE, {"reasoning_effort": "high"}, "reasoning_effort"),
+        (TEMPLATE, {"thinking_token_budget": 3}, "thinking_token_budget"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused(template: str, fields: dict[str, Any], param: str) -> None:
+    async with answering(template=template) as server:
+        error = await server.error(PATH, {"messages": MESSAGES, "tools": TOOLS, **fields})
+    assert error["param"] == param
+
+
+async def test_the_effort_of_reasoning_reaches_templates_that_know_it() -> None:
+    async with answering(template="{{ messages[0].content }} {{ reasoning_effort }}") as server:
+        await server.ok(PATH, {"messages": MESSAGES, "reasoning_effort": "low", "max_tokens": 1})
+        assert prompt(server) == "hi low"
+        body = {"messages": MESSAGES, "reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "x"}}
+        assert (await server.error(PATH, body))["param"] == "reasoning_effort"
+
+
+async def test_the_format_can_be_configured() -> None:
+    async with answering("[weather(city='x')]", "{{ tools }}", tool_format="pythonic") as server:
+        answer = await server.ok(PATH, {"messages": MESSAGES, "tools": TOOLS})
+    assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == '{"city":"x"}'

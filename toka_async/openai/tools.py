@@ -1,0 +1,90 @@
+"""Checks the tools of a chat and its choice among them. Knows no format in which a model writes calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from toka_async.openai.errors import ApiError, bad_request
+from toka_async.openai.requests import ChatRequest, Tool, ToolChoice
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a chat may call.
+
+    shown: the tools as chat templates take them; None without any. offered: the schemas of parameters by name, for each
+    tool that may be called. most_calls: None means any number.
+    """
+
+    shown: list[dict[str, Any]] | None = None
+    offered: Mapping[str, Any] = field(default_factory=dict)
+    most_calls: int | None = None
+
+
+def parse_tool_use(request: ChatRequest) -> ToolUse:
+    """With the choice `none` the model sees no tools, and with allowed tools only those.
+
+    Raises ApiError (400) for a choice among tools that are not there, and for what cannot be enforced.
+    """
+    names = [tool.function.name for tool in request.tools]
+    if twice := [name for index, name in enumerate(names) if name in names[:index]]:
+        raise bad_request(f"'tools' has two functions {twice[0]!r}", param="tools")
+    choice = request.tool_choice
+    allowed = names if choice is None or isinstance(choice, str) else _parse_choice(choice, names)
+    if not names and choice not in (None, "none", "auto"):
+        raise bad_request("'tool_choice' needs tools", param="tool_choice")
+    if choice == "required" or (isinstance(choice, ToolChoice) and _is_forced(choice)):
+        raise _make_unenforced_error("tool_choice", "a call cannot be enforced; leave the choice to the model ('auto')")
+    if choice == "none" or not names:
+        return ToolUse()
+    tools = [tool for tool in request.tools if tool.function.name in allowed]
+    for index, tool in enumerate(request.tools):
+        if tool.function.strict:
+            where = f"tools[{index}].function.strict"
+            raise _make_unenforced_error(where, "a schema cannot be enforced; leave it out")
+    offered = {tool.function.name: _properties(tool) for tool in tools}
+    return ToolUse(show_tools(tools), offered, None if request.parallel_tool_calls else 1)
+
+
+def show_tools(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
+    """Tools as chat templates take them: without what the model is not to see; None without any."""
+    return [{"type": "function", "function": _show_function(tool)} for tool in tools] or None
+
+
+def _show_function(tool: Tool) -> dict[str, Any]:
+    function = tool.function
+    fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _properties(tool: Tool) -> Any:
+    return (tool.function.parameters or {}).get("properties", {})
+
+
+def _parse_choice(choice: ToolChoice, names: Sequence[str]) -> list[str]:
+    """The names of the tools that the choice leaves."""
+    given = choice.function if choice.type == "function" else choice.allowed_tools
+    other = choice.allowed_tools if choice.type == "function" else choice.function
+    where = f"tool_choice.{choice.type}"
+    if given is None or other is not None:
+        raise bad_request(
+            f"'tool_choice' of the type {choice.type!r} has {choice.type!r} and nothing else", param=where
+        )
+    if choice.allowed_tools is None:
+        assert choice.function is not None
+        chosen = [choice.function.name]
+    else:
+        chosen = [each.function.name for each in choice.allowed_tools.tools]
+    if missing := [name for name in chosen if name not in names]:
+        raise bad_request(f"'{where}': there is no function {missing[0]!r} in tools", param=where)
+    return chosen
+
+
+def _is_forced(choice: ToolChoice) -> bool:
+    return choice.allowed_tools is None or choice.allowed_tools.mode == "required"
+
+
+def _make_unenforced_error(where: str, what: str) -> ApiError:
+    return bad_request(f"'{where}': {what}", param=where, code="unsupported_parameter")

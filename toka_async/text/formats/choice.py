@@ -1,0 +1,101 @@
+"""Finds a model's format: the configured one, the tokenizer's `response_template`, or what its chat template shows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from toka_async.text.formats.format import Format, new_call_id
+from toka_async.text.formats.harmony import HARMONY
+from toka_async.text.formats.hermes import HERMES
+from toka_async.text.formats.llama_json import LLAMA_JSON
+from toka_async.text.formats.mistral import MISTRAL
+from toka_async.text.formats.parser import Parameters, ResponseParser
+from toka_async.text.formats.pythonic import PYTHONIC
+from toka_async.text.formats.qwen3_coder import QWEN3_CODER
+from toka_async.text.formats.template import ReadCalls, ResponseTemplate, ResponseTemplateError, read_template
+from toka_async.text.formats.thinking import MISTRAL_THINK, THINK
+
+# A chat template is of the first of these whose signs it has.
+TOOL_FORMATS = {each.name: each for each in (HARMONY, MISTRAL, QWEN3_CODER, HERMES, PYTHONIC, LLAMA_JSON)}
+REASONING_FORMATS = {each.name: each for each in (HARMONY, MISTRAL_THINK, THINK)}
+START_ANCHORS = ["<|im_start|>assistant\n", "<|start|>assistant", "<｜Assistant｜>", "[/INST]"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseFormat:
+    """How a model's answers are written.
+
+    calls: its format of tool calls; None where no call can be told from text, or where `template` alone can.
+    """
+
+    template: ResponseTemplate
+    has_reasoning: bool
+    has_calls: bool
+    calls: Format | None = None
+    reasoning: Format | None = None
+
+    @property
+    def new_id(self) -> Callable[[], str]:
+        return new_call_id if self.calls is None else self.calls.new_id
+
+    def find_markers(self, special: Iterable[str]) -> frozenset[str]:
+        """Those special tokens that the format reads, so that texts have to have them."""
+        anchors = [anchor for each in self.template.regions for anchor in (each.open, each.close) if anchor is not None]
+        sources = [anchor.whole.pattern for anchor in anchors]
+        named = () if self.calls is None else self.calls.markers
+        return frozenset(each for each in special if each in named or any(re.escape(each) in one for one in sources))
+
+    def start(self, tools: Parameters, most_calls: int | None, keeps_reasoning: bool, written: str) -> ResponseParser:
+        """The parser of one sample. written: what its prompt has of it already."""
+        read_calls: ReadCalls | None = None if self.calls is None else self.calls.read_calls
+        return ResponseParser(
+            self.template,
+            tools,
+            read_calls,
+            most_calls=most_calls,
+            keeps_reasoning=keeps_reasoning,
+            written=written,
+        )
+
+
+def choose_format(
+    chat_template: str, tool_format: str, reasoning_format: str, own: Any = None
+) -> ResponseFormat | None:
+    """Returns None for a model that writes neither reasoning nor calls, as far as can be told.
+
+    tool_format, reasoning_format: `auto`, `none` or a name. own: the tokenizer's response template, which counts where
+    both are `auto`. Raises ResponseTemplateError when it is malformed.
+    """
+    calls = _choose(TOOL_FORMATS, tool_format, chat_template)
+    reasoning = _choose(REASONING_FORMATS, reasoning_format, chat_template)
+    if own is not None and tool_format == reasoning_format == "auto":
+        template = read_template(own)
+        if any(each.kind == "calls" for each in template.regions):
+            raise ResponseTemplateError("there is no content 'calls'")
+        return ResponseFormat(
+            template=template,
+            has_reasoning=any(each.is_reasoning for each in template.regions),
+            has_calls=any(each.is_calls for each in template.regions),
+        )
+    if calls is None and reasoning is None:
+        return None
+    both = {**({} if reasoning is None else reasoning.fields), **({} if calls is None else calls.fields)}
+    fields = both if HARMONY in (calls, reasoning) else {**both, "content": {}}
+    if calls is None:
+        fields.pop("tool_calls", None)
+    return ResponseFormat(
+        template=read_template({"start_anchor": START_ANCHORS, "fields": fields}),
+        has_reasoning=reasoning is not None,
+        has_calls=calls is not None,
+        calls=calls,
+        reasoning=reasoning,
+    )
+
+
+def _choose(formats: dict[str, Format], name: str, chat_template: str) -> Format | None:
+    if name == "auto":
+        return next((each for each in formats.values() if each.is_in(chat_template)), None)
+    return formats.get(name)

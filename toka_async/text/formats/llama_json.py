@@ -1,0 +1,41 @@
+"""The format of Llama 3.1 and later: the whole answer is an object with a name and parameters, or several of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from toka_async.text.formats.contents import read_json
+from toka_async.text.formats.format import Format
+
+TAG = "<|python_tag|>"
+KEYS = {"type", "name", "parameters", "arguments"}
+DECODER = json.JSONDecoder()
+
+
+def read_objects(raw: str) -> list[tuple[str, Any]]:
+    """Reads calls that a semicolon or white space divides. Raises ValueError for any other text."""
+    text, place, calls = raw.strip().removeprefix(TAG).strip(), 0, []
+    while place < len(text):
+        try:
+            _, end = DECODER.raw_decode(text, place)
+        except RecursionError:
+            raise ValueError("the call is nested too deeply") from None
+        calls.append(read_call(read_json(text[place:end])))
+        place = end + len(text[end:]) - len(text[end:].lstrip("; \t\r\n"))
+    return calls
+
+
+def read_call(value: Any) -> tuple[str, Any]:
+    match value:
+        case {"name": str(name)} if value.keys() <= KEYS and len(value.keys() & {"parameters", "arguments"}) == 1:
+            return name, value["parameters" if "parameters" in value else "arguments"]
+    raise ValueError("a call has a name and parameters, and nothing else")
+
+
+LLAMA_JSON = Format(
+    name="llama3_json",
+    signs=(('"parameters"', "ipython"), ('"parameters"', TAG)),
+    fields={"tool_calls": {"open": [TAG, "{"], "at_start": True, "content": "calls"}, "content": {}},
+    read_calls=read_objects,
+)
