@@ -33,7 +33,8 @@ class Answer:
         """What a request that offers the tools says of their parameters, by name."""
         found: dict[str, Any] = {name: {} for name, _ in self.calls}
         for name, arguments in self.calls:
-            found[name] |= {key: {"type": type_of(value)} for key, value in arguments.items()}
+            for key, value in arguments.items():
+                found[name].setdefault(key, {"anyOf": []})["anyOf"].append({"type": type_of(value)})
         return found
 
 

@@ -47,7 +47,7 @@ FAMILIES["procs"] = set(FAMILIES) - {"client"}
 FAMILIES[""] = {"llm"}  # for type checkers only: the package loads its names when they are used
 TOP = {  # L4
     *("cli", "__main__", "launch", "supervisor", "restarts", "heartbeats", "capacity", "bench"),
-    *("start_report", "replica_lives", "lifeline", "llm", "evaluation", "ray"),
+    *("start_report", "replica_lives", "lifeline", "llm", "evaluation", "ray", "integrations"),
 }
 EXTERNAL = {  # all that these may import from elsewhere
     "": {"msgspec", "numpy"},

@@ -9,6 +9,7 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 import toka_async
+from toka_async.messages import LogprobKind
 from toka_async.openai.schemas import Schema
 from toka_async.server.engine.facts import EngineFacts, name_dtype
 from toka_async.server.http.query import Query
@@ -18,6 +19,13 @@ FACTS: web.AppKey[EngineFacts] = web.AppKey("engine_facts", EngineFacts)
 SIZE_QUERY: dict[str, Schema] = {"include_dp": {"type": "boolean", "default": True}}
 FORMATS: tuple[Literal["text", "json"], ...] = ("text", "json")
 INFO_QUERY: dict[str, Schema] = {"config_format": {"enum": list(FORMATS), "default": "text"}}
+
+
+MODES = {  # vLLM has no name for the second
+    LogprobKind.RAW: "raw_logprobs",
+    LogprobKind.TEMPERATURE: "temperature",
+    LogprobKind.PROCESSED: "processed_logprobs",
+}
 
 
 class WorldSize(msgspec.Struct, frozen=True):
@@ -133,7 +141,7 @@ async def get_server_info(request: web.Request) -> web.Response:
             served_model_name=name,
             dtype=f"torch.{name_dtype(ready)}",
             max_model_len=ready.max_context,
-            logprobs_mode="raw_logprobs",
+            logprobs_mode=MODES[service.defaults.logprob_kind],
         ),
         parallel_config=VllmParallelConfig(
             tensor_parallel_size=parallel.tp,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from dataclasses import replace as replace_params
 from functools import partial
 
@@ -22,7 +21,7 @@ from toka_async.openai.requests import GenerationFields, SamplingFields
 from toka_async.openai.responses import Usage
 from toka_async.server.access.guard import account_of
 from toka_async.server.engine.token_block import TokenRows
-from toka_async.server.generate.answers import FINISH, num_kept, run_usage, weight_versions
+from toka_async.server.generate.answers import FINISH, new_header, num_kept, run_usage, weight_versions
 from toka_async.server.generate.batching import SLICE
 from toka_async.server.generate.completions import check_counts
 from toka_async.server.generate.events import ENCODER
@@ -69,8 +68,8 @@ async def prepare_tokens(service: Service, wire: TokensRequest) -> tuple[Prepare
     ids = await service.in_thread(parse, wire.token_ids, is_long=len(wire.token_ids) > SLICE)
     prompts = await service.encode([ids], False, PARAM, generation, limits)
     prepared = await service.prepare(generation, prompts, PARAM, limits)
-    request_id = wire.request_id or secrets.token_hex(16)
-    return prepared, TokensAnswer(service, request_id, wire.output_mode, wire.return_token_ids)
+    request_id, created = wire.request_id or secrets.token_hex(16), new_header("", service.name).created
+    return prepared, TokensAnswer(service, request_id, wire.output_mode, wire.return_token_ids, created)
 
 
 def tokens_generation(wire: TokensRequest, limits: RequestLimits, own: Defaults) -> GenerationParams:
@@ -106,7 +105,7 @@ class TokensAnswer:
     request_id: str
     output_mode: OutputMode
     prompt_is_due: bool
-    created: int = field(default_factory=lambda: int(time.time()))
+    created: int
 
     def whole(self, run: Run, outputs: Sequence[Sequence[Output]]) -> GeneratedTokens:
         (samples,) = outputs

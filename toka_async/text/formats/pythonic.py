@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import keyword
 import re
 from typing import Any
 
@@ -12,6 +13,9 @@ START, END = "<|python_start|>", "<|python_end|>"
 MAX_CHARS = 1 << 20  # of a list that is read
 ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 ESCAPES = frozenset("\n\\'\"abfnrtv01234567xNuU")  # characters that Python knows after a backslash
+# Strings, and arguments whose names are Python's keywords, which a call cannot have.
+KEYWORD = re.compile(rf"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\b({"|".join(keyword.kwlist)})(?=\s*=[^=])""", re.DOTALL)
+RENAMED = "__keyword"
 INFINITE = (float("inf"),)  # `1e999`
 NAMES = {"true": True, "false": False, "null": None}
 
@@ -22,6 +26,7 @@ def read_list(raw: str) -> list[tuple[str, Any]]:
     if len(text) > MAX_CHARS:
         raise ValueError("the list is too long")
     text = ESCAPE.sub(lambda found: found[0] if found[1] in ESCAPES else "\\" + found[0], text)  # as Python reads them
+    text = KEYWORD.sub(lambda found: found[0] if found[1] is None else found[1] + RENAMED, text)
     try:
         parsed = ast.parse(text, mode="eval").body
         if not isinstance(parsed, ast.List):
@@ -34,7 +39,9 @@ def read_list(raw: str) -> list[tuple[str, Any]]:
 def _read_call(node: ast.expr) -> tuple[str, Any]:
     if not isinstance(node, ast.Call) or node.args or any(each.arg is None for each in node.keywords):
         raise ValueError("a call has named arguments")
-    return ast.unparse(node.func), {str(each.arg): _read_value(each.value) for each in node.keywords}
+    return ast.unparse(node.func), {
+        str(each.arg).removesuffix(RENAMED): _read_value(each.value) for each in node.keywords
+    }
 
 
 def _read_value(node: ast.expr) -> Any:

@@ -46,6 +46,7 @@ async def test_the_configuration(server: WebServer) -> None:
     assert config["model_config"]["dtype"] == "torch.bfloat16"
     assert (config["model_config"]["model"], config["model_config"]["max_model_len"]) == (NAME, 512)
     assert config["parallel_config"]["world_size_across_dp"] == 12
+    assert config["model_config"]["logprobs_mode"] == "raw_logprobs"
     assert config["weight_transfer_config"] is None
     assert [info[name] for name in ("tp_size", "pp_size", "dp_size", "num_gpus", "max_total_num_tokens")] == [
         *(2, 2, 3, 12),
