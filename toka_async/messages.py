@@ -26,6 +26,7 @@ class Reason(IntEnum):
     LENGTH = 2  # it reached max_tokens
     STOP_STRING = 3  # the server found a stop string in its text
     ABORT = 4  # it was aborted; what it has of tokens is valid
+    ERROR = 5  # its grammar failed; what it has of tokens is valid
 
 
 class LogprobKind(IntEnum):
@@ -67,6 +68,7 @@ class TokenSampling(Message, frozen=True, kw_only=True):
     allowed_ids: memoryview = EMPTY  # int32 [a]: no other token id is sampled; empty: all are allowed
     logprob_kind: LogprobKind = LogprobKind.RAW
     prompt_temperature: float = 1.0  # by which log-probs of the prompt's tokens are scaled
+    grammar: str = ""  # in llguidance's Lark, of the whole output; empty: none
 
     @property
     def wants_kept(self) -> bool:
@@ -338,6 +340,9 @@ class Stats(Tagged, frozen=True, kw_only=True):
     num_prompt_steps: int = 0  # steps that computed prompts, and their time
     prompt_step_seconds: float = 0.0
     step_costs: tuple[float, ...] = ()  # seconds that a step is expected to take, by STEP_COSTS
+    masked_rows: int = 0  # tokens that were drawn by a grammar, and what masks took, as MaskWork says
+    mask_seconds: float = 0.0
+    mask_stall_seconds: float = 0.0
     answers: int = 0  # number of the newest AskStats so far; 0: none
     forecast: Forecast | None = None  # only if an AskStats wants it and admission makes one
 
@@ -440,6 +445,14 @@ class ExpertLoads(Tagged, frozen=True):
     counts: tuple[memoryview, ...]  # int32 [experts] of each
 
 
+class MaskWork(Message, frozen=True):
+    """What masks of grammars took in a step: rows, seconds of the host, and seconds that the device waited for it."""
+
+    rows: int
+    seconds: float
+    stalled: float
+
+
 class StepDone(Tagged, frozen=True, kw_only=True):
     """The results of one Step, in the order in which it samples."""
 
@@ -460,6 +473,8 @@ class StepDone(Tagged, frozen=True, kw_only=True):
     num_compiles: int = 0  # kernels and graphs compiled since the rank was ready; above 0, it was not warm
     stalled: float = 0.0  # seconds of `seconds` in which the device waited for other stages
     loads: ExpertLoads | None = None  # between the runner and its process
+    broken: memoryview = EMPTY  # int32: rows of s whose grammar failed; their tokens are none
+    masks: MaskWork | None = None  # None: no row has a grammar
 
 
 class StageTimes(Tagged, frozen=True):

@@ -21,6 +21,7 @@ from toka_async.config import (
     ScheduleConfig,
     TuningConfig,
 )
+from toka_async.grammars.vocabulary import GrammarVocabulary
 from toka_async.messages import TokenSampling
 from toka_async.startup.runner_factory import RunnerFactory
 
@@ -48,6 +49,7 @@ class Engine:
         quantize: str = "none",
         cache_dtype: str = "auto",
         can_sleep: bool = False,
+        vocabulary: GrammarVocabulary | None = None,
         **options: Unpack[CoreOptions],
     ) -> None:
         min_seqs = options.get("group_min_seqs", 0)
@@ -70,7 +72,7 @@ class Engine:
             graphs=GraphsConfig(enabled=max_graph_seqs > 0, max_rows=max(1, max_graph_seqs)),
             tuning=TuningConfig(dir=tuning_dir),
         )
-        factory = RunnerFactory(model_dir, read_spec(model_dir, quantize), config)
+        factory = RunnerFactory(model_dir, read_spec(model_dir, quantize), config, vocabulary=vocabulary)
         self.runner = rank = factory.build()
         self.control = factory.make_control(rank, 0, 0)
         self.driver = CoreDriver(rank.ready, max_tokens=max_tokens, rank=rank, until_full=until_full, **options)

@@ -5,7 +5,7 @@ The weights are bfloat16, so that all of them are the same model: transformers a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,11 +142,15 @@ class Watch:
         return self._runner.run(step)
 
     def _watched(
-        self, step_rows: StepRows, groups: tuple[PrefixGroup, ...], residuals: Tensor | None = None
+        self,
+        step_rows: StepRows,
+        groups: tuple[PrefixGroup, ...],
+        residuals: Tensor | None = None,
+        before_draw: Callable[[], None] | None = None,
     ) -> tuple[Draws | None, Tensor | None]:
         self.num_replays += 1
         self.num_grouped_replays += bool(groups)
-        return self._replay(step_rows, groups, residuals)
+        return self._replay(step_rows, groups, residuals, before_draw)
 
     def _watched_mixed(
         self, step_rows: StepRows, groups: tuple[PrefixGroup, ...], residuals: Tensor | None = None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from toka_async.model.logprobs import distribution
+from toka_async.model.penalties import apply_masks
 from toka_async.model.rng import draw_uniforms
 from toka_async.model.sampling import PARAMS, Flag, Params, clean, find_likeliest, measure_filters, sample
 
@@ -102,7 +103,14 @@ class PlainEditKernels:
         self._raw = torch.empty(0)
 
     def edit(
-        self, logits: Tensor, slots: Tensor, contexts: Tensor, table: RowTable, edits: EditTable, tokens: RowTokens
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        contexts: Tensor,
+        table: RowTable,
+        edits: EditTable,
+        tokens: RowTokens,
+        masks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `EditKernels.edit`."""
         self._raw = distribution(clean(logits.clone()))
@@ -116,6 +124,9 @@ class PlainEditKernels:
                 self._subtract(x, of_row.long(), slot, table, edits)
             if flags & Flag.MIN_TOKENS and context - num_prompt < int(edits.min_tokens[slot]):
                 x[ids[num_bias : num_bias + int(edits.num_ends[slot])]] = -torch.inf
+        if masks is not None:
+            rows = torch.nonzero(table.flags[slots] & int(Flag.MASKED))[:, 0]
+            apply_masks(logits, rows, masks[slots[rows]])
         params = self._kernels.params_of(slots, table)
         after = scaled_distribution(self._kernels.penalise(clean(logits.clone()), slots, table, params), params)
         is_top = torch.from_numpy((params["flags"] & _TOP) != 0)

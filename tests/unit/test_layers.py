@@ -20,7 +20,8 @@ CORE = {  # L0; "": the package
 }
 FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and itself
     "checkpoint": set(),
-    "openai": set(),
+    "grammars": set(),
+    "openai": {"grammars"},
     "text": set(),
     "scheduler": set(),
     "transport": set(),
@@ -35,12 +36,12 @@ FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and it
     "memory": set(),
     "attention": {"checkpoint", "kernels", "memory"},
     "model": {"checkpoint", "attention", "kernels"},
-    "server": {"openai", "text", "transport", "batches", "checkpoint"},
-    "runner": {"checkpoint", "model", "attention", "kernels"},
+    "server": {"openai", "grammars", "text", "transport", "batches", "checkpoint"},
+    "runner": {"checkpoint", "grammars", "model", "attention", "kernels"},
     "tuning": {"checkpoint", "model", "attention", "kernels", "runner"},
     "transfer": set(),
     "weights": {"checkpoint", "memory", "model", "transfer"},
-    "startup": {"checkpoint", "model", "attention", "kernels", "runner", "tuning", "weights"},
+    "startup": {"checkpoint", "grammars", "model", "attention", "kernels", "runner", "tuning", "weights"},
 }
 FAMILIES["procs"] = set(FAMILIES) - {"client"}
 FAMILIES[""] = {"llm"}  # for type checkers only: the package loads its names when they are used

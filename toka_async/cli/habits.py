@@ -148,7 +148,7 @@ OPTIONS: Mapping[str, Habit] = {
     "--enable-auto-tool-choice": _refuse(ALWAYS_ON),
     "--tool-call-parser": Habit("model.tool_format", words=TOOL_FORMATS),
     "--reasoning-parser": Habit("model.reasoning_format", words=REASONING_FORMATS),
-    "--guided-decoding-backend": _refuse("structured output is not supported"),
+    "--guided-decoding-backend": _refuse("there is one backend, llguidance"),
     "--speculative-config": _refuse(NO_DRAFTS),
     "--speculative-model": _refuse(NO_DRAFTS),
     "--speculative-algorithm": _refuse(NO_DRAFTS),

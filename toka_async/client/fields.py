@@ -40,6 +40,8 @@ class Fields(TypedDict, total=False):
     priority: int
     allowed_token_ids: list[int]
     cache_salt: str
+    structured_outputs: dict[str, Any]
+    response_format: dict[str, Any]
     text: bool
     model: str
 

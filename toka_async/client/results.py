@@ -14,8 +14,8 @@ import numpy as np
 from toka_async.arrays import Float32, Int32
 from toka_async.protocol import Columns, PromptLogprobs, ProtocolError, Results
 
-FinishReason = Literal["stop", "length", "abort"]
-FINISH: tuple[FinishReason | None, ...] = (None, "stop", "length", "stop", "abort")  # by messages.Reason
+FinishReason = Literal["stop", "length", "abort", "error"]
+FINISH: tuple[FinishReason | None, ...] = (None, "stop", "length", "stop", "abort", "error")  # by messages.Reason
 SHOWN = 60  # characters of a text in a repr
 PER_ROW = ("ids", "samples", "counts", "reasons", "cached")
 NO_FLOATS: Float32 = np.empty(0, np.float32)

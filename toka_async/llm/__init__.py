@@ -9,7 +9,12 @@ from toka_async.llm.engine_process import EngineDeadError
 from toka_async.llm.llm import LLM
 from toka_async.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from toka_async.llm.prompts import TextPrompt, TokensPrompt
-from toka_async.llm.sampling_params import RequestOutputKind, SamplingParams
+from toka_async.llm.sampling_params import (
+    GuidedDecodingParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 AsyncEngineArgs = EngineArgs
 
@@ -20,10 +25,12 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "EngineDeadError",
+    "GuidedDecodingParams",
     "Logprob",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
 ]

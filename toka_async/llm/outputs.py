@@ -54,7 +54,7 @@ class CompletionOutput(msgspec.Struct, gc=False):
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: Logprobs | None = None
-    finish_reason: Literal["stop", "length", "abort"] | None = None
+    finish_reason: Literal["stop", "length", "abort", "error"] | None = None
     stop_reason: str | int | None = None
     weight_versions: list[WeightVersionSpan] | None = None
     num_kept: list[int] | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any, Self
 
@@ -23,7 +24,6 @@ ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "extra_args": ({},),
     "flat_logprobs": (False,),
-    "guided_decoding": (),
     "prompt_logprob_start": (0,),
     "prompt_logprob_token_ids": ([],),
     "routed_experts_prompt_start": (0,),
@@ -49,6 +49,26 @@ class RequestOutputKind(Enum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
+
+
+@dataclass(slots=True)
+class StructuredOutputsParams:
+    """What outputs must look like, with vLLM's names: one of json, regex, choice, grammar and json_object.
+
+    The others say how JSON is written. grammars/README.md explains them.
+    """
+
+    json: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+
+GuidedDecodingParams = StructuredOutputsParams  # its older name
 
 
 class SamplingParams:
@@ -89,6 +109,8 @@ class SamplingParams:
         output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
         logit_bias: Mapping[int, float] | None = None,
         allowed_token_ids: Sequence[int] | None = None,
+        structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None,
+        guided_decoding: StructuredOutputsParams | Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
         self.n = n
@@ -115,6 +137,9 @@ class SamplingParams:
         self.output_kind = RequestOutputKind(output_kind)
         self.logit_bias = None if logit_bias is None else dict(logit_bias)
         self.allowed_token_ids = None if allowed_token_ids is None else list(allowed_token_ids)
+        if structured_outputs is not None and guided_decoding is not None:
+            raise ValueError("SamplingParams: 'guided_decoding' is an older name of structured_outputs; give one")
+        self.structured_outputs = guided_decoding if structured_outputs is None else structured_outputs
         try:
             check_fields(others, vars(self), {**UNSUPPORTED, **ELSEWHERE})
         except ApiError as error:
@@ -145,6 +170,10 @@ class SamplingParams:
         fields = {name: value for name in DIRECT if (value := getattr(self, name)) is not None}
         if self.logit_bias:
             fields["logit_bias"] = {str(token_id): value for token_id, value in self.logit_bias.items()}
+        if self.structured_outputs is not None:
+            given = self.structured_outputs
+            wishes = asdict(given) if isinstance(given, StructuredOutputsParams) else dict(given)
+            fields["structured_outputs"] = {name: value for name, value in wishes.items() if value not in (None, False)}
         fields["text"] = bool(self.stop) or (stream and self.detokenize)
         try:
             request = parse_fields({**fields, "seed": self.seed}, DirectRequest)

@@ -35,6 +35,16 @@ def keep_only(logits: Tensor, rows: Tensor, at: Tensor, ids: Tensor) -> None:
     logits[at, ids] = kept
 
 
+def apply_masks(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+    """Sets `rows` [r], int64, of logits [s, vocab] to -inf where masks have no bit.
+
+    masks: int32 [r, ceil(vocab / 32)]: a bit for each id, lowest first.
+    """
+    bits = torch.arange(32, dtype=torch.int32, device=masks.device)
+    allowed = ((masks[:, :, None] >> bits) & 1).flatten(1)[:, : logits.shape[1]] != 0
+    logits[rows] = logits[rows].masked_fill_(~allowed, -torch.inf)
+
+
 def add_bias(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
     """Adds `values` [b] (-inf allowed) at (rows, ids) of logits [s, vocab]; rows, ids int64 [b]."""
     logits.index_put_((rows, ids), values, accumulate=True)

@@ -55,10 +55,11 @@ class Flag(IntFlag):
     ALLOWED = 128  # only some token ids are allowed
     SCALED = 512  # log-probs are of the distribution after edits and temperature
     KEPT = 1024  # and of the tokens that the filters keep, whose number and mass are wanted
+    MASKED = 4096  # only what a grammar allows, which differs from token to token
     # 256 and 2048 are flags of the kernels alone.
 
 
-EDITS = Flag.ALLOWED | Flag.BIASED | Flag.MIN_TOKENS | Flag.REPETITION | Flag.COUNTED
+EDITS = Flag.MASKED | Flag.ALLOWED | Flag.BIASED | Flag.MIN_TOKENS | Flag.REPETITION | Flag.COUNTED
 
 # Filters look at the likeliest tokens, then at more of them where these do not decide, at last at all of them.
 _WIDTHS = (64, 1024)
@@ -78,7 +79,9 @@ def make_params(sampling: TokenSampling) -> Params:
         | Flag.FILTERED * filtered
         | Flag.ALLOWED * bool(sampling.allowed_ids)
         | Flag.BIASED * bool(sampling.bias_ids)
-        | Flag.MIN_TOKENS * (sampling.min_tokens > 0 and bool(sampling.end_ids))
+        # A grammar's masks hold end tokens back, as far as there is anything else to draw.
+        | Flag.MIN_TOKENS * (sampling.min_tokens > 0 and bool(sampling.end_ids) and not sampling.grammar)
+        | Flag.MASKED * bool(sampling.grammar)
         | Flag.REPETITION * (sampling.repetition_penalty != 1)
         | Flag.COUNTED * (sampling.presence_penalty != 0 or sampling.frequency_penalty != 0)
         | Flag.LOGPROBS * (sampling.num_logprobs >= 0)

@@ -30,6 +30,7 @@ from toka_async.openai.requests import (
     SamplingFields,
     StreamOptions,
 )
+from toka_async.openai.structured import find_grammar
 
 N = TypeVar("N", int, float)
 
@@ -96,8 +97,9 @@ class GenerationParams:
     says of a prompt: once, or in each choice. truncation: None leaves prompts as they are. usage_in_chunks: each chunk
     of a stream has its sample's usage so far. pad_chunks: chunks hide the length of their text. pack_logprobs: samples'
     log-probs are arrays in the response's `system_fingerprint`. pack_columns: all log-probs are arrays in fields of
-    their own. has_text: the answer has the samples' texts. request_id: the client's; empty: it gave none. is_parsed:
-    reasoning and tool calls are told from the text, which has the special tokens that mark them.
+    their own. grammar_param: the field that outputs' grammar comes from. has_text: the answer has the samples' texts.
+    request_id: the client's; empty: it gave none. is_parsed: reasoning and tool calls are told from the text, which has
+    the special tokens that mark them.
     """
 
     n: int
@@ -122,6 +124,7 @@ class GenerationParams:
     priority: int
     cache_salt: str
     truncation: Truncation | None
+    grammar_param: str = ""
     num_prompt_copies: int = 1
     has_text: bool = True
     spaces_between_special_tokens: bool = True
@@ -186,12 +189,13 @@ def build_generation(
     check_packing(fields, num_logprobs, num_prompt_logprobs)
     stop_token_ids = np.array(fields.stop_token_ids, dtype=np.int32)
     check_vocabulary(stop_token_ids, limits.vocab_size, "stop_token_ids")
-    options = fields.stream_options or StreamOptions()
+    options, grammar = fields.stream_options or StreamOptions(), find_grammar(fields)
+    sampling = build_sampling(fields, limits, defaults, num_logprobs, num_prompt_logprobs)
     return GenerationParams(
         n=fields.n,
         max_tokens=max_tokens,
         seed=secrets.randbits(63) if fields.seed is None else fields.seed,
-        sampling=build_sampling(fields, limits, defaults, num_logprobs, num_prompt_logprobs),
+        sampling=msgspec.structs.replace(sampling, grammar=grammar.text),
         stops=parse_stops(fields.stop),
         include_stop=fields.include_stop_str_in_output,
         stop_token_ids=frozenset(fields.stop_token_ids),
@@ -210,6 +214,7 @@ def build_generation(
         priority=fields.priority,
         cache_salt=fields.cache_salt or "",
         truncation=build_truncation(fields),
+        grammar_param=grammar.param,
         spaces_between_special_tokens=fields.spaces_between_special_tokens,
         request_id=fields.request_id or "",
     )

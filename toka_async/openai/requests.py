@@ -16,6 +16,7 @@ from toka_async.openai.fields import UNSUPPORTED, Unsupported
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
 MAX_STOP_CHARS = 8192  # all stop strings of a request together
+MAX_CHOICES = 4096
 MAX_TOOLS = 512
 MAX_IDS = 16384  # in `stop_token_ids` and `logit_bias`
 
@@ -30,6 +31,8 @@ LogprobsMode = Literal["raw", "temperature", "processed"]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 TokenIds = list[TokenId]
+Pattern = Annotated[str, Meta(min_length=1)]
+Choices = Annotated[list[str], Meta(min_length=1, max_length=MAX_CHOICES)]
 AllowedIds = Annotated[TokenIds, Meta(min_length=1)]
 
 # A schema tells readers what no type tells; the modules named above check it.
@@ -50,6 +53,8 @@ Bias = Annotated[
     Meta(max_length=MAX_IDS, extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,11}$"}}),
 ]
 Messages = Annotated[list[Any], Meta(extra_json_schema={"items": MESSAGE, "minItems": 1})]
+# As an object, or as a text of JSON.
+JsonSchema = Annotated[Any, Meta(extra_json_schema={"type": ["object", "boolean", "string"]})]
 Conversations = Annotated[
     list[Any],
     Meta(extra_json_schema={"items": {"type": "array", "items": MESSAGE, "minItems": 1}, "minItems": 1}),
@@ -69,6 +74,35 @@ class StreamOptions(WireRequest, frozen=True, kw_only=True):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False
+
+
+class JsonSchemaFormat(WireRequest, frozen=True, kw_only=True):
+    """strict: a keyword that cannot be enforced is refused; otherwise it is left out."""
+
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")] = "answer"
+    description: str | None = None
+    wanted: JsonSchema = msgspec.field(name="schema", default=True)
+    strict: bool = False
+
+
+class OutputFormat(WireRequest, frozen=True, kw_only=True):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(WireRequest, frozen=True, kw_only=True):
+    """vLLM's `structured_outputs`: one of json, regex, choice, grammar and json_object. The others change JSON."""
+
+    json: JsonSchema | None = None
+    regex: Pattern | None = None
+    choice: Choices | None = None
+    grammar: Pattern | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: Pattern | None = None
 
 
 class SamplingFields(WireRequest, frozen=True, kw_only=True):
@@ -94,6 +128,7 @@ class SamplingFields(WireRequest, frozen=True, kw_only=True):
     spaces_between_special_tokens: bool = True
     prompt_logprobs: NumLogprobs | None = None
     logprobs_mode: LogprobsMode | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 class GenerationFields(SamplingFields, frozen=True, kw_only=True):
@@ -114,6 +149,16 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True):
     priority: Priority = 0
     cache_salt: Salt | None = None
     request_id: Annotated[str, Meta(min_length=1, max_length=MAX_LABEL)] | None = None
+    response_format: OutputFormat | None = None
+    # Older names of vLLM's for `structured_outputs`, and SGLang's.
+    guided_json: JsonSchema | None = None
+    guided_regex: Pattern | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Pattern | None = None
+    guided_whitespace_pattern: Pattern | None = None
+    json_schema: JsonSchema | None = None
+    regex: Pattern | None = None
+    ebnf: Pattern | None = None
     # Labels for the caller's own records; they ask nothing of a server.
     user: str | None = None
     metadata: dict[str, str] | None = None

@@ -23,10 +23,13 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import zmq
 
-from toka_async.checkpoint.spec import ModelError, read_spec
+from toka_async.checkpoint.generation import read_generation_defaults
+from toka_async.checkpoint.spec import ModelError, ModelSpec, read_spec
 from toka_async.config import Config
 from toka_async.control import Control, ControlDone
 from toka_async.gpu_lock import GpuLockError, take_gpu
+from toka_async.grammars.matchers import RowMatchers, count_mask_threads
+from toka_async.grammars.vocabulary import GrammarVocabulary, is_installed
 from toka_async.messages import FromRank, RankDevice, Ready, Step, StepDone, ToRank
 from toka_async.procs.child import Alive, ChildSpec, ParentLink, Resources, Started
 from toka_async.procs.progress import WorkProgress, answer_while_moving
@@ -34,6 +37,7 @@ from toka_async.procs.stage_report import StageReport
 from toka_async.startup.progress import StartupProgress
 from toka_async.startup.rank_coords import RankCoords
 from toka_async.startup.simulated import SimulatedRank, make_simulated_ready
+from toka_async.text.tokenizer import Tokenizer, read_for_grammars
 from toka_async.transport.base import Outbox
 from toka_async.transport.codec import Codec
 from toka_async.transport.life_sockets import OTHERS_FIRST, LifeSockets
@@ -93,7 +97,9 @@ def serve_simulated(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbo
         token_seconds=config.simulated.token_us / 1e6,
         ranks=(RankDevice(rank=link.spec.rank, device="simulated", dtype=""),),
     )
-    rank = SimulatedRank(ready, config.simulated)
+    vocabulary = make_vocabulary(link.spec, shape)
+    matchers = None if vocabulary is None else RowMatchers(vocabulary, ready.max_seqs, count_mask_threads(1))
+    rank = SimulatedRank(ready, config.simulated, matchers=matchers)
     if config.simulated.gpu:
         lock_gpu(config, f"{config.simulated.gpu}-{name_gpu(make_coords(link.spec).device_index, os.environ)}")
     announce(link, results, ready)
@@ -303,7 +309,14 @@ def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Collect], Callable[[
         from toka_async.startup.runner_factory import RunnerFactory
 
     factory = RunnerFactory(
-        model_dir, shape, config, place, stages, compiles_first=spec.warm, lock_gpu=partial(lock_gpu, config)
+        model_dir,
+        shape,
+        config,
+        place,
+        stages,
+        compiles_first=spec.warm,
+        lock_gpu=partial(lock_gpu, config),
+        vocabulary=make_vocabulary(spec, shape) if place.is_last else None,
     )
     runner = factory.build()
     if spec.warm and spec.rank == 0:
@@ -311,6 +324,18 @@ def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Collect], Callable[[
     number = spec.replica * spec.topology.layout.num_ranks + spec.rank
     control = factory.make_control(runner, spec.rank, number)
     return runner.ready, lambda step: runner.launch(step).collect, runner.enter_thread, control
+
+
+def make_vocabulary(spec: ChildSpec, shape: ModelSpec) -> GrammarVocabulary | None:
+    """Makes the tokens for grammars; None where requests with one are refused. Raises ModelError or TokenizerError."""
+    if not is_installed():
+        return None
+    use_file = spec.config.model.generation_config == "auto"
+    folder = Path(spec.tokenizer_dir)
+    end_ids = read_generation_defaults(Path(spec.model_dir), shape, use_file).eos_token_ids
+    if not end_ids and (own := Tokenizer.load(folder).eos_token_id) is not None:
+        end_ids = (own,)
+    return GrammarVocabulary(partial(read_for_grammars, folder), shape.vocab_size, end_ids)
 
 
 def make_progress(spec: ChildSpec) -> StartupProgress:

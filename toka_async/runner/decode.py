@@ -100,11 +100,16 @@ class DecodePass:
         return self.graphs is not None and step_rows.slots.size == num_rows and self.graphs.has(num_rows, grouped)
 
     def replay(
-        self, step_rows: StepRows, groups: tuple[PrefixGroup, ...], residuals: Tensor | None = None
+        self,
+        step_rows: StepRows,
+        groups: tuple[PrefixGroup, ...],
+        residuals: Tensor | None = None,
+        before_draw: Callable[[], None] | None = None,
     ) -> tuple[Draws | None, Tensor | None]:
         """Returns the rows' next tokens, or on a stage that does not sample their residuals [n, hidden].
 
         They are in the graph's memory, up to the next replay. residuals: [n, hidden], on a stage that is not the first.
+        before_draw: called when the model is launched and the draw is not.
         """
         assert self.graphs is not None
         if residuals is not None:
@@ -114,7 +119,7 @@ class DecodePass:
         if self.sampler is None:
             return None, self.graphs.replay(num_rows, groups)[0]
         needs = self.sampler.find_needs(step_rows.slots)
-        outputs = self.graphs.replay(num_rows, groups, needs.route)
+        outputs = self.graphs.replay(num_rows, groups, needs.route, before_draw)
         if needs.route is Route.TORCH:
             return self._sample(self.sampler, outputs[0], step_rows), None
         return self.sampler.make_draws(needs, outputs), None

@@ -38,10 +38,12 @@ class _CapturedStep:
     step: _Captured
     ends: dict[str, _Captured]
 
-    def replay(self, end: str | None) -> tuple[Tensor, ...]:
+    def replay(self, end: str | None, between: Callable[[], None] | None = None) -> tuple[Tensor, ...]:
         self.step.graph.replay()
         if end is None:
             return self.step.outputs
+        if between is not None:
+            between()
         self.ends[end].graph.replay()
         return self.ends[end].outputs
 
@@ -135,15 +137,23 @@ class DecodeGraphs:
         """Tells whether a graph can compute so many rows, with groups or without."""
         return (self.find_size(num_rows), grouped) in self._graphs
 
-    def replay(self, num_rows: int, groups: tuple[PrefixGroup, ...], end: str | None = None) -> tuple[Tensor, ...]:
+    def replay(
+        self,
+        num_rows: int,
+        groups: tuple[PrefixGroup, ...],
+        end: str | None = None,
+        between: Callable[[], None] | None = None,
+    ) -> tuple[Tensor, ...]:
         """Replays the step and one of its ends, if it has any. Padding fills the order.
+
+        between: called when the step is launched and its end is not. It may use no memory of graphs.
 
         Returns the rows' outputs, which hold until the next replay.
         """
         captured = self._graphs[self.find_size(num_rows), bool(groups)]
         if groups:
             self._attention.set_groups(groups)
-        return tuple(output[:num_rows] for output in captured.replay(end))
+        return tuple(output[:num_rows] for output in captured.replay(end, between))
 
 
 def _capture(compute: Callable[[], tuple[Tensor, ...]], pool: Any, stream: torch.cuda.Stream) -> _Captured:

@@ -100,7 +100,7 @@ class KernelSampler:
 
     def _draw_full(self, logits: Tensor, slots: Tensor, contexts: Tensor) -> tuple[Tensor, ...]:
         rows = (logits, slots, contexts, self._table, self._edits.table, self._edits.tokens)
-        top_ids, top_values = self._editing.edit(*rows)
+        top_ids, top_values = self._editing.edit(*rows, self._rows.masks)
         token_ids, logprobs, kept, masses = self._kernels.draw_measured(logits, slots, contexts, self._table)
         self._editing.restore(*rows, (token_ids, logprobs))
         # To the distribution of the kept tokens, which come first among the likeliest. A mass of 1 changes nothing.
@@ -196,7 +196,7 @@ def try_editing(vocab_size: int, page_size: int, dtype: torch.dtype, device: tor
         _make_edit_table(1, device)[1],
         RowTokens(history, history),
     )
-    kernels.edit(*rows)
+    kernels.edit(*rows, torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32, device=device))
     floats = torch.zeros(1, dtype=torch.float32, device=device)
     drawing.measure(rows[0], slots, rows[3], (torch.zeros(1, dtype=torch.int32, device=device), floats))
     kernels.restore(*rows, (slots, floats))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -12,12 +13,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from toka_async.arrays import EMPTY, Float32, Int32, Int64, column
-from toka_async.messages import ChunkLogprobs, ExpertLoads, StepDone
+from toka_async.arrays import EMPTY, Float32, Int32, Int64, column, i32_column
+from toka_async.messages import ChunkLogprobs, ExpertLoads, MaskWork, StepDone
 from toka_async.model.load_counter import LoadReading
 from toka_async.model.logprobs import Logprobs
-from toka_async.runner.clock import StepClock, StepSpan
+from toka_async.runner.clock import StepClock, StepSpan, measure_between
 from toka_async.runner.copies import Download
+from toka_async.runner.masks import MaskedDraw
 from toka_async.runner.prompt_logprobs import AskedChunk
 from toka_async.runner.samples import Draws, TopLogprobs
 
@@ -32,8 +34,11 @@ class PartResults:
         of_chunks: Logprobs | None = None,
         places: Int64 | None = None,
         stream: torch.cuda.Stream | None = None,
+        masked: MaskedDraw | None = None,
     ) -> None:
+        """masked: the part's rows with a grammar."""
         self.places = places
+        self.masked = masked
         self.tops = () if samples is None else samples.tops
         self.has_kept = samples is not None and samples.kept is not None
         self._asked = asked
@@ -83,6 +88,8 @@ class LaunchedStep:
             num_compiles=self._num_compiles,
             loads=self._collect_loads(),
         )
+        if any(part.masked is not None for part in self._parts):
+            done = self._add_masks(done)
         sampled = [(part, own) for part, (own, _) in zip(self._parts, collected, strict=True) if own]
         if not sampled:
             return done
@@ -101,6 +108,21 @@ class LaunchedStep:
             for number, top in enumerate(part.tops, start=2 if part.has_kept else 1)
         ]
         return _add_top(done, tops) if tops else done
+
+    def _add_masks(self, done: StepDone) -> StepDone:
+        """Adds rows whose grammar failed, and what masks took. The parts are computed."""
+        masked = [(part, part.masked) for part in self._parts if part.masked is not None]
+        broken = [
+            draw.broken if part.places is None else part.places[draw.broken].tolist()
+            for part, draw in masked
+            if draw.broken
+        ]
+        work = MaskWork(
+            sum(draw.places.size for _, draw in masked),
+            sum(draw.seconds for _, draw in masked),
+            sum(measure_between(*draw.stall) for _, draw in masked if draw.stall is not None),
+        )
+        return msgspec.structs.replace(done, broken=i32_column(chain.from_iterable(broken)), masks=work)
 
     def _collect_loads(self) -> ExpertLoads | None:
         return ExpertLoads(self._layers, tuple(map(column, self._loads.collect()))) if self._layers else None

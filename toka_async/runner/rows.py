@@ -38,6 +38,7 @@ class RowPrompt:
     bias_ids: Int32
     bias: Float32
     allowed_ids: Int32
+    grammar: str = ""
 
 
 def read_prompt(prompt: Prompt, vocab_size: int) -> RowPrompt:
@@ -58,6 +59,7 @@ def read_prompt(prompt: Prompt, vocab_size: int) -> RowPrompt:
         bias_ids=distinct,
         bias=np.bincount(places, as_f32(sampling.bias_values)[valid], distinct.size).astype(np.float32),
         allowed_ids=np.unique(allowed_ids[(allowed_ids >= 0) & (allowed_ids < vocab_size)]),
+        grammar=sampling.grammar,
     )
 
 
@@ -75,7 +77,8 @@ class RowTables:
 
     order: int32 [rows], the decoding slots. positions: int64, how many tokens of a slot have keys and values in the
     cache. num_pages: int64. num_prompt: int64, tokens of the user's prompt. seeds: int64. params: PARAMS. prompts:
-    RowPrompt or None. on_device: the tables that the device reads.
+    RowPrompt or None. on_device: the tables that the device reads. masks: int32 [max_seqs + 1, words] on the device,
+    bits of the ids that grammars allow, which `GrammarMasks` fills; None: no row may have a grammar.
     """
 
     def __init__(self, ready: Ready, device: torch.device) -> None:
@@ -94,6 +97,7 @@ class RowTables:
         most = -(-ready.max_context // ready.page_size) + 1
         width = 8 if device.type == "cpu" else most
         self.on_device = DeviceRows(max_seqs, ready.page_size, width, ready.num_pages, device)
+        self.masks: torch.Tensor | None = None
         self._known: dict[int, RowPrompt] = {}
 
     def apply(self, step: Step) -> Int32:

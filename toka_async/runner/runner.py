@@ -5,7 +5,9 @@ A stage of a pipeline computes a step in parts, and samples only if it is the la
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -15,11 +17,12 @@ from torch import Tensor
 from toka_async.arrays import Int32, as_i32
 from toka_async.attention.base import PrefixGroup
 from toka_async.attention.build import BuiltAttention
+from toka_async.grammars.matchers import RowMatchers
 from toka_async.messages import Ready, Step, StepDone
+from toka_async.model.compiles import CompileCounter
 from toka_async.model.load_counter import LoadCounter
 from toka_async.model.sampling import sample
 from toka_async.runner.clock import StepClock, StepSpan
-from toka_async.runner.compiles import CompileCounter
 from toka_async.runner.copies import upload
 from toka_async.runner.inputs import (
     SampledTokens,
@@ -30,6 +33,7 @@ from toka_async.runner.inputs import (
     make_step_rows,
     read_groups,
 )
+from toka_async.runner.masks import GrammarMasks
 from toka_async.runner.micro_batches import Cutter, MicroBatch
 from toka_async.runner.pipeline import Pipeline, StageSetup
 from toka_async.runner.prompt_logprobs import compute_prompt_logprobs, find_asked_chunks
@@ -55,12 +59,13 @@ class Cache(Protocol):
 class SamplingSetup:
     """How next tokens are drawn. kernels: with kernels, on a GPU. shares: how tensor ranks divide rows, if they do.
 
-    draw: samples rows in plain torch.
+    draw: samples rows in plain torch. matchers: of rows with a grammar; None: no row may have one.
     """
 
     kernels: bool = False
     shares: RowShares | None = None
     draw: SlabDraw = sample
+    matchers: RowMatchers | None = None
 
 
 class Runner:
@@ -98,6 +103,9 @@ class Runner:
         if stage is None or stage.is_last:
             self._history = TokenHistory(ready.num_pages + 1, ready.page_size, device)
         self._clock = StepClock(device)
+        self._masks: GrammarMasks | None = None
+        if self._history is not None and sampling.matchers is not None:
+            self._masks = GrammarMasks(sampling.matchers, self._rows, self._clock.copies)
         self.decode: DecodePass | None = None
         self.mixed: MixedPass | None = None
         residuals = stage.make_residuals if stage is not None and not stage.is_first else None
@@ -171,24 +179,30 @@ class Runner:
             with self._clock.stall(span):
                 residuals = pipeline.receive(step_rows)
         asked = find_asked_chunks(rows, step_rows) if self._sampler is not None else []
+        masked = None if self._masks is None else self._masks.select(step_rows.slots[step_rows.samples])
+        before_draw = None if self._masks is None or masked is None else partial(self._masks.fill, masked)
         of_chunks = None
         if step_rows.num_decode == step_rows.slots.size:
             self._admit_sampling()
         if self.decode is not None and self.decode.can_replay(step_rows, bool(groups)):
-            samples, hidden = self.decode.replay(step_rows, groups, residuals)
+            samples, hidden = self.decode.replay(step_rows, groups, residuals, before_draw)
         else:
-            samples, hidden = self._compute(step_rows, groups, bool(asked), residuals)
+            samples, hidden = self._compute(step_rows, groups, bool(asked), residuals, before_draw)
             if asked:
                 of_chunks = compute_prompt_logprobs(hidden, asked, self.model.logits, rows.vocab_size)
+        if self._masks is not None and masked is not None and samples is not None:
+            self._masks.follow(masked, samples.token_ids)
         if pipeline is not None:
             pipeline.pass_on(step_rows, hidden, None if samples is None else samples.token_ids)
-        return PartResults(samples, asked, of_chunks, part.places, self._clock.copies)
+        return PartResults(samples, asked, of_chunks, part.places, self._clock.copies, masked)
 
     def _apply(self, step: Step) -> None:
         rows, before = self._rows, self._rows.order
         admitted = rows.apply(step)
         if self.decode is not None and self.decode.sampler is not None:
             self._admitted = admitted
+        if self._masks is not None and (admitted.size or step.freed):
+            self._masks.apply(as_i32(step.freed), admitted)
         if admitted.size and self._pipeline is not None:
             self._pipeline.admit(admitted)
         if rows.order is not before:
@@ -222,7 +236,12 @@ class Runner:
         return self.decode.count_padded(order) if self.decode is not None else order.size
 
     def _compute(
-        self, step_rows: StepRows, groups: tuple[PrefixGroup, ...], every_token: bool, residuals: Tensor | None
+        self,
+        step_rows: StepRows,
+        groups: tuple[PrefixGroup, ...],
+        every_token: bool,
+        residuals: Tensor | None,
+        before_draw: Callable[[], None] | None,
     ) -> tuple[Draws | None, Tensor]:
         """Computes the rows' next tokens, and hidden states of every token or of those that are sampled.
 
@@ -240,6 +259,8 @@ class Runner:
             return None, hidden
         self._admit_sampling()  # not before: the device computes meanwhile, and a prompt's first token comes sooner
         last = hidden.index_select(0, sampled.tokens) if every_token and sampled.tokens is not None else hidden
+        if before_draw is not None:
+            before_draw()
         samples = self._sampler.sample(last, slots, contexts, sampled.slots, sampled.contexts)
         self._rows.on_device.set_sampled(sampled.slots, samples.token_ids)
         return samples, hidden

@@ -21,7 +21,7 @@ from toka_async.runner.samples import NO_ROWS
 
 _KNOWN = 64  # decisions that are remembered: as many as a step has micro-batches at most
 _TORCH, _FULL, _HELD, _LOGPROBS, _TOP, _KEPT = 1, 2, 4, 8, 16, 32
-_EDITED = Flag.BIASED | Flag.COUNTED
+_EDITED = Flag.MASKED | Flag.BIASED | Flag.COUNTED
 
 
 class Route(StrEnum):

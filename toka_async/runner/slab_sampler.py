@@ -135,6 +135,11 @@ def _edit(logits: Tensor, rows: RowTables, history: TokenHistory, slots: Int32, 
         _keep_allowed(logits, rows, slots, params)
     if (flags & (Flag.BIASED | Flag.MIN_TOKENS)).any():
         _add_bias(logits, rows, slots, params, lengths)
+    if (flags & Flag.MASKED).any():
+        assert rows.masks is not None
+        masked = np.flatnonzero(flags & Flag.MASKED)
+        masked_at, slots_at = upload((masked, slots[masked]), logits.device)
+        penalties.apply_masks(logits, masked_at, rows.masks.index_select(0, slots_at))
     penalised = np.flatnonzero(flags & (Flag.REPETITION | Flag.COUNTED))
     if penalised.size == slots.size:
         _penalise(logits, rows, history, slots, params, lengths)

@@ -24,28 +24,23 @@ def send_aborted(requests: Sequence[Request], running: RunningSet, replies: Repl
     table = running.table
     ids = np.asarray([request.request_id for request in requests], np.int32)
     seqs = np.flatnonzero(table.alive & (table.sample >= 0) & np.isin(table.request, ids)).astype(np.int32)
-    streams = table.stream[seqs]
-    _send_running(seqs[~streams], running, replies)
-    _send_ends(seqs[streams], replies)
+    send_ends(seqs, Reason.ABORT, running, replies)
     num_ended = seqs.size
     for request in requests:
         num_ended += _send_waiting(request, replies)
     assert num_ended == sum(request.num_open for request in requests)
 
 
-def _send_running(seqs: Int32, running: RunningSet, replies: Replies) -> None:
-    if not seqs.size:
-        return
-    counts, columns = running.log.take(seqs)
-    reasons = np.full(seqs.size, Reason.ABORT, np.int32)
-    replies.add_rows(seqs, counts, columns, reasons, running.take_tops(seqs))
-
-
-def _send_ends(seqs: Int32, replies: Replies) -> None:
-    if not seqs.size:
-        return
-    zeros, reasons = np.zeros(seqs.size, np.int32), np.full(seqs.size, Reason.ABORT, np.int32)
-    replies.add_rows(seqs, zeros, NO_TOKENS, reasons, {})
+def send_ends(seqs: Int32, reason: Reason, running: RunningSet, replies: Replies) -> None:
+    """Send that running sequences end now, with the tokens that they have. Streamed ones have sent theirs before."""
+    streams = running.table.stream[seqs]
+    if (whole := seqs[~streams]).size:
+        counts, columns = running.log.take(whole)
+        reasons = np.full(whole.size, reason, np.int32)
+        replies.add_rows(whole, counts, columns, reasons, running.take_tops(whole))
+    if (streamed := seqs[streams]).size:
+        zeros, reasons = np.zeros(streamed.size, np.int32), np.full(streamed.size, reason, np.int32)
+        replies.add_rows(streamed, zeros, NO_TOKENS, reasons, {})
 
 
 def _send_waiting(request: Request, replies: Replies) -> int:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from toka_async.arrays import Bool, Float32, Int32, as_f32, as_i32
 from toka_async.messages import Reason, StepDone
+from toka_async.scheduler.aborts import send_ends
 from toka_async.scheduler.admission.policy import Admission
 from toka_async.scheduler.admission.preemption import Preemption
 from toka_async.scheduler.builder import StepRecord
@@ -50,6 +51,8 @@ class ResultHandler:
         table, log = self._running.table, self._running.log
         token_ids = as_i32(done.token_ids)
         assert token_ids.size == record.seqs.size
+        if done.broken:
+            self._end_broken(record.seqs[as_i32(done.broken)])
         alive = table.alive[record.seqs]
         seqs, tokens = record.seqs[alive], token_ids[alive]
         num_first = int(np.count_nonzero(table.alive[record.firsts])) if record.firsts.size else 0
@@ -117,6 +120,17 @@ class ResultHandler:
             counts, columns = self._running.log.take(rows, scored)
             tops = self._running.take_tops(rows)
             self._replies.add_rows(rows, counts, columns, reasons[whole], tops)
+        requests = table.request[seqs]
+        self.end_seqs(seqs)
+        self.close_samples(requests)
+
+    def _end_broken(self, seqs: Int32) -> None:
+        """End sequences whose grammar failed, with the tokens that they have."""
+        table = self._running.table
+        seqs = seqs[table.alive[seqs]]
+        if not seqs.size:
+            return
+        send_ends(seqs, Reason.ERROR, self._running, self._replies)
         requests = table.request[seqs]
         self.end_seqs(seqs)
         self.close_samples(requests)

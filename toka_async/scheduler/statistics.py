@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from toka_async.arrays import EMPTY, Int64, as_i32, column
-from toka_async.messages import GAP_SECONDS, ExpertLoads, Stats, StepDone
+from toka_async.messages import GAP_SECONDS, ExpertLoads, MaskWork, Stats, StepDone
 from toka_async.scheduler.admission.policy import Admission
 from toka_async.scheduler.admission.preemption import Preemption
 from toka_async.scheduler.builder import StepBuilder, StepRecord
@@ -56,6 +56,7 @@ class StatsSource:
         self.prompt_step_seconds = 0.0
         self.device_idle_seconds = 0.0
         self.num_compiles = 0
+        self.masks = MaskWork(0, 0.0, 0.0)
         self._loads: dict[int, Int64] = {}  # by layer: tokens that chose each expert
         self.stages: dict[int, tuple[float, float, float]] = {}  # by stage: see `Stats.pipeline`
 
@@ -73,6 +74,9 @@ class StatsSource:
             self.prompt_step_seconds += done.seconds
         self.device_idle_seconds += done.waited if record.was_queued else 0.0
         self.num_compiles = done.num_compiles
+        if (work := done.masks) is not None:
+            sums = self.masks
+            self.masks = MaskWork(sums.rows + work.rows, sums.seconds + work.seconds, sums.stalled + work.stalled)
 
     def count_tokens(self, num_tokens: int, num_wasted: int, num_first: int) -> None:
         """Count the newest step's tokens, with those of ended sequences and those that are their sequence's first.
@@ -144,6 +148,9 @@ class StatsSource:
             num_prompt_steps=self.num_prompt_steps,
             prompt_step_seconds=self.prompt_step_seconds,
             step_costs=self._predictor.costs,
+            masked_rows=self.masks.rows,
+            mask_seconds=self.masks.seconds,
+            mask_stall_seconds=self.masks.stalled,
             answers=self._asked,
             expert_loads=tuple(
                 column(self._loads[layer]) if layer in self._loads else EMPTY

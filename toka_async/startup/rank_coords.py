@@ -31,6 +31,11 @@ class RankCoords:
         """Its rank among those of all stages."""
         return self.stage * self.size + self.rank
 
+    @property
+    def is_last(self) -> bool:
+        """Whether its stage draws tokens."""
+        return self.stage == self.num_stages - 1
+
     def find_node(self, stage: int) -> int:
         """The machine of a stage."""
         return stage // (self.num_stages // self.num_nodes)

@@ -27,9 +27,12 @@ from toka_async.checkpoint.division import group_experts, make_rank_spec, make_s
 from toka_async.checkpoint.limits import DeviceKind, RankLimits, resolve_limits, resolve_num_pages
 from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.config import Config
+from toka_async.grammars.matchers import RowMatchers, count_mask_threads
+from toka_async.grammars.vocabulary import GrammarVocabulary
 from toka_async.messages import Ready
 from toka_async.model.activation_layout import LayoutPolicy
 from toka_async.model.cache_scales import read_cache_scales
+from toka_async.model.compiles import CompileCounter
 from toka_async.model.decoder import Decoder
 from toka_async.model.load_counter import make_load_counter
 from toka_async.model.matrices.blocked_ops import BlockedOps
@@ -38,7 +41,6 @@ from toka_async.model.ordered_sums import OrderedSums
 from toka_async.model.overlap import OverlappedShards
 from toka_async.model.sampling import sample, sample_alone
 from toka_async.model.weights import build_decoder, load_weights, random_weights, weight_files
-from toka_async.runner.compiles import CompileCounter
 from toka_async.runner.graphs import DENSE_ROWS
 from toka_async.runner.micro_batches import count_most_rows, count_most_tokens
 from toka_async.runner.pipeline import StageSetup
@@ -101,11 +103,13 @@ class RunnerFactory:
         stages: StartupProgress | None = None,
         compiles_first: bool = True,
         lock_gpu: Callable[[str], None] = lambda _uuid: None,
+        vocabulary: GrammarVocabulary | None = None,
     ) -> None:
         """Connects to the other ranks. Raises ModelError that names the field and the fix.
 
         stages: shows the start; None: nobody looks. compiles_first: FlashInfer's missing modules are compiled before
         the runner is ready, not in the background afterwards. lock_gpu: called with the GPU's UUID before it is used.
+        vocabulary: for grammars; None: no request has one.
         """
         self.model_dir = model_dir
         spec = msgspec.structs.replace(spec, fp32_logits=config.model.fp32_logits)
@@ -114,6 +118,7 @@ class RunnerFactory:
         self.coords = coords
         self.stages = stages or StartupProgress(shown=False, logged=False)
         self.compiles_first = compiles_first
+        self.vocabulary = vocabulary
         self.left_to_compile: ModuleRequest | None = None
         self.flashinfer_failed = False
         others = " and meeting the other ranks" if coords.world_size > 1 else ""
@@ -479,11 +484,17 @@ class RunnerFactory:
                 has_kernels(self.device),
                 self._share_rows(decoder),
                 sample_alone if self.invariant and self.kind == "cuda" else sample,
+                self._make_matchers(),
             ),
             stage,
             compiles,
             make_load_counter(decoder, self.device),
         )
+
+    def _make_matchers(self) -> RowMatchers | None:
+        if self.vocabulary is None:
+            return None
+        return RowMatchers(self.vocabulary, self.limits.max_seqs, count_mask_threads(self.coords.num_sharing))
 
     def _choose_table(self, parts: AttentionParts) -> ChoiceTable:
         """Chooses the same table on all ranks of a stage, or they would compute a step in different ways."""

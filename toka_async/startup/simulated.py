@@ -29,6 +29,7 @@ from toka_async.checkpoint.limits import resolve_limits, resolve_num_pages
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.config import CacheConfig, ModelConfig, ScheduleConfig, SimulatedConfig
 from toka_async.control import Control, ControlDone, Sleep, Wake
+from toka_async.grammars.matchers import GrammarRow, RowMatchers
 from toka_async.messages import ChunkLogprobs, Prompt, Ready, Step, StepDone, TokenSampling
 
 Want = tuple[bytes, int, int, int]  # end ids, min_tokens, num_logprobs, num_prompt_logprobs
@@ -61,6 +62,7 @@ class SimulatedRank:
         ready: what fits; no slot is above its max_seqs.
         simulated: how long a step takes, and how often a row ends.
         clock, sleep: seconds.
+        matchers: of rows with a grammar; None: no row may have one.
     """
 
     def __init__(
@@ -69,10 +71,12 @@ class SimulatedRank:
         simulated: SimulatedConfig,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
+        matchers: RowMatchers | None = None,
     ) -> None:
         self.ready = ready
         self._simulated = simulated
         self._end_below = np.uint64(min(round(simulated.end_rate * 2**32), 2**32))
+        self._matchers = matchers
         self._clock = clock
         self._sleep = sleep
         self._free_at = 0.0  # when the step before this one ended
@@ -114,6 +118,7 @@ class SimulatedRank:
             sampling = np.concatenate([np.ones(self._order.size, np.bool_), as_bool(step.chunk_samples)])
             slots, positions = slots[sampling], positions[sampling]
         token_ids = self._draw(slots, positions)
+        broken = [] if self._matchers is None else self._keep_to_grammars(self._matchers, slots, token_ids)
         logprobs, tops = self._make_logprobs(slots, token_ids)
         prompts = self._score(chunk_slots, starts.astype(np.int64).tolist(), lengths.tolist())
         self._free_at = began + self._count_seconds(step, self._order.size + int(lengths.sum()), num_keys)
@@ -131,6 +136,7 @@ class SimulatedRank:
             top_logprobs=tops[3],
             prompts=prompts,
             seconds=self._free_at - began,
+            broken=i32_column(broken),
         )
 
     def _count_seconds(self, step: Step, num_tokens: int, num_keys: int) -> float:
@@ -146,6 +152,8 @@ class SimulatedRank:
             del self._prompts[key]
         for prompt in step.prompts:
             self._prompts[prompt.key] = prompt
+        if self._matchers is not None:
+            self._matchers.free(as_i32(step.freed))
         if step.admit_slots:
             self._admit(step)
         self._order = next_rows(self._order, as_i32(step.freed), as_i32(step.joined))
@@ -158,6 +166,15 @@ class SimulatedRank:
         self._seeds[slots] = as_i64(step.admit_seeds).view(np.uint64)
         prompts = [self._prompts[key] for key in keys.tolist()]
         self._num_prompt[slots] = [prompt.num_prompt for prompt in prompts]
+        if self._matchers is not None:
+            self._matchers.free(slots)
+            self._matchers.admit(
+                [
+                    GrammarRow(slot, prompt.sampling.grammar, as_i32(prompt.token_ids)[prompt.num_prompt :], 0)
+                    for slot, prompt in zip(slots.tolist(), prompts, strict=True)
+                    if prompt.sampling.grammar
+                ]
+            )
         for want, rows in group_places(read_wants(prompt.sampling) for prompt in prompts).items():
             self._describe(slots[rows], want)
 
@@ -194,6 +211,24 @@ class SimulatedRank:
             rows, num_ends = rows[may_end], num_ends[may_end]
             token_ids[rows] = ends[bits[rows] % num_ends, rows]
         return token_ids
+
+    def _keep_to_grammars(self, matchers: RowMatchers, slots: Int32, token_ids: Int32) -> list[int]:
+        """Replaces drawn tokens [s] that a row's grammar forbids by the next one that it allows.
+
+        Returns the places of rows whose grammar failed.
+        """
+        places = matchers.find(slots)
+        if not places.size:
+            return []
+        rows = matchers.take(slots[places])
+        masks = np.zeros((len(rows), matchers.num_words), np.int32)
+        broken = matchers.fill(rows, masks)
+        allowed = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")[:, : self.ready.vocab_size]
+        distance = (np.arange(self.ready.vocab_size) - token_ids[places, None]) % self.ready.vocab_size
+        chosen = np.where(allowed != 0, distance, self.ready.vocab_size).argmin(1).astype(np.int32)
+        token_ids[places] = chosen
+        matchers.advance(rows, chosen)
+        return [int(places[place]) for place in broken]
 
     def _make_logprobs(self, slots: Int32, token_ids: Int32) -> tuple[memoryview, tuple[memoryview, ...]]:
         """Makes columns of the chosen tokens, [s] if any row asks, and of the likeliest: rows, counts, ids, values."""

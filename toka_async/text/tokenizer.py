@@ -136,6 +136,11 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
 
+def read_for_grammars(path: Path) -> str:
+    """Returns tokenizer.json of directory `path` with the tokens that the other files add. Raises TokenizerError."""
+    return _add_tokens(read_tokenizer_files(path)).to_str()
+
+
 def _pieces(backend: tokenizers.Tokenizer) -> Pieces:
     added: dict[int, Any] = backend.get_added_tokens_decoder()
     tokens = {i: token for token, i in backend.get_vocab(with_added_tokens=True).items()}

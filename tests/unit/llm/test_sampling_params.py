@@ -4,7 +4,12 @@ from typing import Any
 
 import pytest
 
-from toka_async.llm.sampling_params import RequestOutputKind, SamplingParams
+from toka_async.llm.sampling_params import (
+    GuidedDecodingParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from toka_async.openai.parse import parse_fields
 from toka_async.openai.requests import DirectRequest
 
@@ -61,7 +66,8 @@ def test_the_engine_makes_texts_of_streams_and_where_it_finds_stop_strings() -> 
     [
         ({"temprature": 1.0}, "unknown field 'temprature'; did you mean 'temperature'?"),
         ({"bad_words": ["x"]}, "'bad_words' is not supported"),
-        ({"structured_outputs": {"json": {}}}, "'structured_outputs' is not supported"),
+        ({"structured_outputs": {"jsn": {}}}, "unknown field 'structured_outputs.jsn'"),
+        ({"structured_outputs": {"regex": "a"}, "guided_decoding": {"regex": "a"}}, "'guided_decoding'"),
         ({"flat_logprobs": True}, "'flat_logprobs' is not supported"),
         ({"temperature": -1.0}, "'temperature'"),
         ({"top_p": 2.0}, "'top_p'"),
@@ -81,12 +87,26 @@ def test_what_cannot_be_honoured_is_refused_by_its_name(fields: dict[str, Any], 
     assert part in str(caught.value)
 
 
+def test_structured_outputs_have_vllms_forms() -> None:
+    wish = {"choice": ["a", "b"]}
+    for params in (
+        SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a", "b"])),
+        SamplingParams(structured_outputs=wish),
+        SamplingParams(guided_decoding=GuidedDecodingParams(choice=["a", "b"])),
+    ):
+        assert params.make_fields()["structured_outputs"] == wish
+    assert SamplingParams(structured_outputs=StructuredOutputsParams(json={})).make_fields()["structured_outputs"] == {
+        "json": {}
+    }
+
+
 def test_what_asks_for_nothing_is_taken() -> None:
     others: dict[str, Any] = {
         "bad_words": [],
         "structured_outputs": None,
         "flat_logprobs": False,
         "guided_decoding": None,
+        "guided_decoding_backend": "auto",
     }
     assert SamplingParams(**others) == SamplingParams()
 

@@ -23,11 +23,11 @@ def test_the_table_of_differences_names_every_field() -> None:
     ("name", "instead"),
     [
         ("tools", "; leave it out, or give an empty list"),
-        ("response_format", '; leave it out, or give {"type": "text"}'),
+        ("verbosity", '; leave it out, or give "medium"'),
         ("tool_choice", '; leave it out, or give "none" or "auto"'),
         ("suffix", "; leave it out, or give an empty string"),
         ("store", "; leave it out, or give false"),
-        ("guided_json", "; leave it out"),
+        ("audio", "; leave it out"),
     ],
 )
 def test_what_to_write_instead(name: str, instead: str) -> None:

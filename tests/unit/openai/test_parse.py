@@ -128,10 +128,10 @@ def test_an_unknown_nested_field() -> None:
 
 def test_of_several_unsupported_fields_the_one_that_matters_is_named() -> None:
     """A client's library writes them in any order; without tools nobody would choose one."""
-    error = problem({"tool_choice": "required", "response_format": {"type": "json_object"}, "tools": [{}]})
+    error = problem({"tool_choice": "required", "audio": {}, "tools": [{}]})
     assert error.param == "tools"
     assert error.message == (
-        "'tools' is not supported; nor are tool_choice, response_format; leave it out, or give an empty list"
+        "'tools' is not supported; nor are tool_choice, audio; leave it out, or give an empty list"
     )
 
 

@@ -65,6 +65,6 @@ def test_making_schemas_changes_no_constants() -> None:
 
 def test_unsupported_fields_have_their_neutral_values() -> None:
     fields = request_schemas([CompletionRequest], "tiny", LIMITS)["CompletionRequest"]["properties"]
-    assert fields["response_format"]["enum"] == [{"type": "text"}, None]
+    assert fields["tool_choice"]["enum"] == ["none", "auto", None]
     assert fields["suffix"]["enum"] == ["", None]
-    assert "guided_json" not in fields
+    assert "audio" not in fields

@@ -1,4 +1,4 @@
-"""Edits logits in place: bias, end tokens that are held back, and penalties that count the output's tokens.
+"""Edits logits in place: bias, end tokens that are held back, penalties that count the output's tokens, masks.
 
 An id's new value is computed once, in float32, and rounded once, to the logits' dtype. The other kernels then read the
 row as if it came so from the model. The order is that of `model.sampling`: bias, -inf for held ids, repetition,
@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.sampling.kernels import RowTable, SamplingKernels
+from toka_async.kernels.sampling.mask import apply_masks
 from toka_async.kernels.sampling.raw import find_likeliest, restore
 from toka_async.kernels.sampling.row import (
     BIASED,
@@ -103,12 +104,21 @@ class EditKernels:
         self._sums = torch.zeros(max_rows, 2, dtype=torch.float32, device=device)
 
     def edit(
-        self, logits: Tensor, slots: Tensor, contexts: Tensor, table: RowTable, edits: EditTable, tokens: RowTokens
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        contexts: Tensor,
+        table: RowTable,
+        edits: EditTable,
+        tokens: RowTokens,
+        masks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Edits logits [s, vocab] in place, as the slots' flags ask for; `restore` must follow, after the draw.
 
         The arguments are those of `SamplingKernels.draw`. Slots that are edited are distinct. Clears the bits in
         `table.seen` of ids whose repetition penalty is applied here.
+
+        masks: of `apply_masks`; None: no row is flagged MASKED.
 
         Returns:
             The likeliest token ids, int32 [s, NUM_TOP], and their log-probs, float32 [s, NUM_TOP]: as many of each row
@@ -154,6 +164,8 @@ class EditKernels:
             enable_fp_fusion=False,  # rounds as plain torch does
             **shape,
         )
+        if masks is not None:
+            apply_masks(logits, slots, table.flags, masks)
         self._find_likeliest(logits, slots, table, edits, (top_ids, top_values), edited=True)
         return top_ids, top_values
 

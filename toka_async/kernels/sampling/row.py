@@ -19,6 +19,7 @@ COUNTED = tl.constexpr(32)
 LOGPROBS = tl.constexpr(64)
 SCALED = tl.constexpr(512)
 KEPT = tl.constexpr(1024)
+MASKED = tl.constexpr(4096)
 RAW = tl.constexpr(256)  # of kernels alone: log-probs need a pass before edits
 TOP = tl.constexpr(2048)  # of kernels alone: the likeliest tokens are found after edits
 

@@ -31,7 +31,13 @@ Float64 = npt.NDArray[np.float64]
 
 SECONDS = GAP_SECONDS
 REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960, 1920, 7680)
-LABELS = {Reason.STOP: "stop", Reason.STOP_STRING: "stop", Reason.LENGTH: "length", Reason.ABORT: "abort"}
+LABELS = {
+    Reason.STOP: "stop",
+    Reason.STOP_STRING: "stop",
+    Reason.LENGTH: "length",
+    Reason.ABORT: "abort",
+    Reason.ERROR: "error",
+}
 NO_GUESS = (0.0, 0.0)
 
 
@@ -71,6 +77,9 @@ COUNTERS: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "step_seconds": ("time in forward passes", lambda s: s.step_seconds),
     "prompt_steps": ("of these passes, those that computed prompts", lambda s: s.num_prompt_steps),
     "prompt_step_seconds": ("time in passes that computed prompts", lambda s: s.prompt_step_seconds),
+    "grammar_tokens": ("tokens that were drawn by a grammar", lambda s: s.masked_rows),
+    "mask_seconds": ("the hosts' time in masks of grammars", lambda s: s.mask_seconds),
+    "mask_stall_seconds": ("time in which devices waited for masks", lambda s: s.mask_stall_seconds),
     "rank_idle_seconds": ("time in which ranks waited for the scheduler", lambda s: s.idle_seconds),
     "device_idle_seconds": ("time between steps that were queued in time", lambda s: s.device_idle_seconds),
     "compiles": (

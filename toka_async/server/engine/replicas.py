@@ -53,6 +53,9 @@ _COUNTERS = (
     "token_gap_seconds",
     "num_prompt_steps",
     "prompt_step_seconds",
+    "masked_rows",
+    "mask_seconds",
+    "mask_stall_seconds",
 )
 NO_TIMES = (0.0, 0.0, 0.0)
 

@@ -36,6 +36,7 @@ FINISH: dict[Reason, FinishReason | None] = {
     Reason.STOP_STRING: "stop",
     Reason.LENGTH: "length",
     Reason.ABORT: "abort",
+    Reason.ERROR: "error",
 }
 
 

@@ -43,6 +43,7 @@ from toka_async.server.engine.token_block import REASONS, TokenBlock, TokenRows
 from toka_async.server.generate.batching import SLICE, Batcher, in_slices
 from toka_async.server.generate.block_texts import MANY, BlockTexts, JsonTexts
 from toka_async.server.generate.encoding import TextEncoder, groups
+from toka_async.server.generate.grammar_checks import GrammarChecks
 from toka_async.server.generate.logprobs import TokenLengths, TokenNames
 from toka_async.server.generate.sample_text import SampleText, TextOptions
 from toka_async.server.generate.stop_sets import StopSets
@@ -128,6 +129,7 @@ class Service:
     json_texts: dict[bool, JsonTexts] = field(init=False)  # without and with special tokens skipped
     token_names: dict[bool, TokenNames] = field(init=False)  # by text and by id
     token_lengths: dict[bool, TokenLengths] = field(init=False)  # as json_texts
+    grammars: GrammarChecks = field(init=False)
     marking_tokenizer: Tokenizer = field(init=False)  # its texts have the special tokens that the response format reads
     _encoder: TextEncoder = field(init=False)
     _render: Batcher[Chat, str] = field(init=False)
@@ -139,6 +141,7 @@ class Service:
         self.json_texts = {skip: JsonTexts(self.tokenizer, skip) for skip in (False, True)}
         self.token_names = {as_ids: TokenNames(self.tokenizer, as_ids) for as_ids in (False, True)}
         self.token_lengths = {skip: TokenLengths(self.tokenizer, skip) for skip in (False, True)}
+        self.grammars = GrammarChecks(self.tokenizer, self.defaults.end_ids)
         self._encoder = TextEncoder(self.tokenizer, self.executor)
         self._render = Batcher(self._render_all, self.executor)
         self.marking_tokenizer = self.tokenizer
@@ -219,11 +222,13 @@ class Service:
         """A request of these prompts. `param` names their field in errors. num_echoed: characters of an echo.
 
         Raises:
-            ApiError: 400, a prompt and its completion do not fit, or the answer could be too large.
+            ApiError: 400, a prompt and its completion do not fit, the answer could be too large, or the grammar is no
+                good.
         """
         if self._writes_spaces and not (generation.spaces_between_special_tokens or generation.skip_special_tokens):
             name = "spaces_between_special_tokens"
             raise bad_request(f"'{name}' is not supported (only true): this tokenizer writes spaces", param=name)
+        await self.grammars.check(generation, limits.vocab_size)
         budgets = [
             token_budget(limits, len(prompt), generation.max_tokens, param) async for prompt in in_slices(prompts)
         ]

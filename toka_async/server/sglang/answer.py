@@ -150,6 +150,8 @@ def finish_of(rows: TokenRows, reason: Reason, stop: str | int | None) -> Sglang
     """Why a sample has ended; every end token is named, the model's own too."""
     if reason is Reason.ABORT:  # clients look for the first words to tell that there is nothing
         return SglangFinish(type="abort", message="Abort in decoding" if len(rows) else "Abort before prefill")
+    if reason is Reason.ERROR:
+        return SglangFinish(type="abort", message="The grammar failed")
     if reason is Reason.LENGTH:
         return SglangFinish(type="length", length=len(rows))
     last = int(rows.token_ids[-1]) if len(rows) else UNSET

@@ -45,9 +45,6 @@ class SglangSampling(WireRequest, frozen=True, kw_only=True):
 
     unsupported: ClassVar[Unsupported] = {
         "stop_regex": ([], ""),
-        "json_schema": ("",),
-        "regex": ("",),
-        "ebnf": ("",),
         "structural_tag": ("",),
         "beam_width": (1,),
         "custom_params": ({},),
@@ -74,6 +71,9 @@ class SglangSampling(WireRequest, frozen=True, kw_only=True):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
 
 class SglangRequest(WireRequest, frozen=True, kw_only=True):

@@ -31,7 +31,6 @@ class VllmSampling(SamplingFields, frozen=True, kw_only=True):
 
     unsupported: ClassVar[Unsupported] = {
         **{name: UNSUPPORTED[name] for name in ("bad_words", "logprob_token_ids")},
-        "structured_outputs": (),
         "extra_args": ({},),
         "thinking_token_budget": (-1,),
         "repetition_detection": (),

@@ -5,6 +5,7 @@ Knows the fields; knows no prompts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -21,15 +22,21 @@ LONGEST = 65536  # bytes of the fields of a plan that is kept
 
 @dataclass(frozen=True, slots=True)
 class RequestFields:
-    """text: it is wanted. in_columns: token ids in, token ids out, and nothing else: no work for each request."""
+    """text: it is wanted. in_columns: token ids in, token ids out, and nothing else: no work for each request.
+
+    knows_grammar: tells whether the grammar was checked; the first requests wait for that, one by one.
+    """
 
     generation: GenerationParams
     add_special_tokens: bool
     text: bool
+    knows_grammar: Callable[[str], bool]
 
     @property
     def in_columns(self) -> bool:
-        return not self.text and not self.generation.stops and self.generation.num_prompt_logprobs < 0
+        generation = self.generation
+        is_plain = not self.text and not generation.stops and generation.num_prompt_logprobs < 0
+        return is_plain and self.knows_grammar(generation.sampling.grammar)
 
 
 class FieldsCache:
@@ -59,7 +66,7 @@ class FieldsCache:
         request = parse_fields(decode(fields), DirectRequest)
         self._service.check_model(request.model)
         generation = direct_generation(request, self._service.limits(request.n), self._service.defaults)
-        return RequestFields(generation, request.add_special_tokens, request.text)
+        return RequestFields(generation, request.add_special_tokens, request.text, self._service.grammars.knows)
 
 
 def decode(fields: bytes) -> dict[str, object]:

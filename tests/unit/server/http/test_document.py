@@ -143,7 +143,7 @@ async def test_the_limits_are_the_models(document: dict[str, Any]) -> None:
         ),
         ("/generate", {"input_ids": [399]}, {"input_ids": [400]}),
         ("/generate", {"input_ids": [[5]], "sampling_params": [{"regex": ""}]}, {"input_ids": [[5]], "rid": 5}),
-        ("/generate", {"text": ["a", "b"]}, {"text": ["a"], "sampling_params": [{"regex": "a"}]}),
+        ("/generate", {"text": ["a", "b"]}, {"text": ["a"], "sampling_params": [{"regex": 5}]}),
         ("/tokenize", {"prompt": "x"}, {"prompt": 5}),
         ("/detokenize", {"tokens": [399]}, {"tokens": [400]}),
     ],

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from triton import knobs
 
-from toka_async.runner.compiles import CompileCounter
+from toka_async.model.compiles import CompileCounter
 
 
 @pytest.fixture(autouse=True)

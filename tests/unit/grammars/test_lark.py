@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from tests.cases.grammars import load_tokenizer, make_vocabulary, matches
+from toka_async.grammars.lark import (
+    GrammarError,
+    make_grammar,
+    read_grammar,
+    write_choice,
+    write_json,
+    write_regex,
+    write_text,
+)
+
+SUITE = Path(__file__).parents[2] / "cases" / "json_schema_suite.json"
+
+
+def test_only_choices_match() -> None:
+    grammar = make_grammar(write_choice(["yes", "no", 'é😀\n"/']))
+    assert all(matches(grammar, text) for text in ("yes", "no", 'é😀\n"/'))
+    assert not any(matches(grammar, text) for text in ("ye", "yes ", "Yes", ""))
+
+
+def test_a_regular_expression_matches_the_whole_text() -> None:
+    grammar = make_grammar(write_regex(r'[a-c]{2}/\d+\n"x"'))
+    assert matches(grammar, 'ab/17\n"x"')
+    assert not matches(grammar, 'ab/17\n"x"y')
+    assert not matches(grammar, 'xab/17\n"x"')
+
+
+def test_ebnf_and_lark_are_read() -> None:
+    ebnf = read_grammar('root ::= "a" [0-9]+ rest\nrest ::= "b" | "c" rest')
+    assert matches(ebnf, "a12ccb")
+    assert not matches(ebnf, "a12cc")
+    assert matches(read_grammar('start: "x" word\nword: /[a-z]+/'), "xyz")
+    with pytest.raises(GrammarError, match="neither Lark nor EBNF"):
+        read_grammar("root ::= (((")
+
+
+def test_expressions_are_parts_of_larger_grammars() -> None:
+    call = write_json({"type": "object", "required": ["a"], "properties": {"a": {"const": 1}}}, strict=False)
+    grammar = make_grammar(f"{write_text('<call>')} {call} {write_text('</call>')}")
+    assert matches(grammar, '<call>{"a": 1}</call>')
+    assert not matches(grammar, '<call>{"a": 2}</call>')
+
+
+def test_blanks_are_bounded_unless_the_caller_says_how_they_are() -> None:
+    schema = {"type": "array", "items": {"type": "integer"}}
+    grammar = make_grammar(write_json(schema, strict=True))
+    assert matches(grammar, "[\n" + " " * 60 + "1]")
+    assert not matches(grammar, "[" + " " * 65 + "1]")
+    compact = make_grammar(write_json(schema, strict=True, options={"whitespace_flexible": False}))
+    assert matches(compact, "[1,2]")
+    assert not matches(compact, "[1, 2]")
+    own = make_grammar(write_json({**schema, "x-guidance": {"whitespace_pattern": "_"}}, strict=True))
+    assert matches(own, "[_1]")
+
+
+def test_strict_refuses_by_name_what_else_is_left_out() -> None:
+    schema = {"type": "array", "uniqueItems": True}
+    with pytest.raises(GrammarError, match="uniqueItems"):
+        make_vocabulary().compile(make_grammar(write_json(schema, strict=True)))
+    assert matches(make_grammar(write_json(schema, strict=False)), "[1,1]")
+
+
+@pytest.mark.parametrize("schema", [True, {}])
+def test_a_schema_that_forbids_nothing_takes_any_json(schema: bool | dict[str, object]) -> None:
+    grammar = make_grammar(write_json(schema, strict=True))
+    assert all(matches(grammar, text) for text in ("1", '"a"', "[null, {}]"))
+
+
+def test_a_schema_that_forbids_all_is_refused() -> None:
+    with pytest.raises(GrammarError):
+        make_vocabulary().compile(make_grammar(write_json(False, strict=True)))
+
+
+def test_the_official_suite_has_no_invalid_document_that_strict_accepts() -> None:
+    """Counts are of llguidance 1.9: newer ones may take more schemas, and refuse fewer valid documents."""
+    cases = json.loads(SUITE.read_text())["cases"]
+    tokenizer, vocabulary = load_tokenizer(), make_vocabulary()
+    accepted_invalid, unnamed, counts = [], [], {"refused": 0, "right": 0, "valid_refused": 0}
+    for _, schema, documents in cases:
+        try:
+            matcher = vocabulary.compile(make_grammar(write_json(schema, strict=True)))
+        except GrammarError as error:
+            counts["refused"] += 1
+            unnamed += [schema] * (not str(error))
+            continue
+        for document, is_valid in documents:
+            ids = tokenizer.encode(json.dumps(document, ensure_ascii=False), False)
+            row = matcher.deep_copy()
+            is_accepted = row.try_consume_tokens(ids) == len(ids) and row.is_accepting()
+            if is_accepted and not is_valid:
+                accepted_invalid.append((schema, document))
+            else:
+                counts["right" if is_accepted == is_valid else "valid_refused"] += 1
+    assert not accepted_invalid
+    assert not unnamed
+    assert len(cases) == 368
+    assert counts["refused"] <= 204
+    assert counts["valid_refused"] <= 22
+    assert counts["right"] >= 567
+
+
+def test_the_oracle_of_the_suite_agrees_with_it() -> None:
+    """The pinned copy was not damaged: `jsonschema` finds the same of the groups that need no other documents."""
+    cases = json.loads(SUITE.read_text())["cases"]
+    simple = [case for case in cases if case[0] in ("type", "properties", "enum", "anyOf", "maxLength")]
+    for _, schema, documents in simple:
+        validator = jsonschema.Draft202012Validator(schema)
+        assert [validator.is_valid(document) for document, _ in documents] == [valid for _, valid in documents]

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from tests.cases.grammars import (
+    END_IDS,
+    ORDER,
+    list_allowed,
+    load_tokenizer,
+    make_vocabulary,
+    order_grammar,
+    start_rows,
+    walk,
+)
+from toka_async.grammars import matchers as module
+from toka_async.grammars.matchers import GrammarRow, RowMatchers, count_mask_threads
+
+
+@pytest.fixture
+def matchers() -> RowMatchers:
+    return RowMatchers(make_vocabulary(), 64, 2)
+
+
+def encode(text: str) -> list[int]:
+    return load_tokenizer().encode(text, False)
+
+
+def test_any_walk_through_masks_is_valid_json(matchers: RowMatchers) -> None:
+    slots = start_rows(matchers, [order_grammar()] * 40)
+    for output in walk(matchers, slots, seed=1):
+        jsonschema.validate(json.loads(load_tokenizer().decode(output)), ORDER)
+
+
+def test_rows_of_different_grammars_do_not_mix(matchers: RowMatchers) -> None:
+    slots = start_rows(matchers, ['start: "yes"', 'start: "no"'] * 8)
+    texts = [load_tokenizer().decode(output) for output in walk(matchers, slots, seed=2)]
+    assert texts == ["yes", "no"] * 8
+
+
+def test_a_row_goes_on_where_a_preempted_one_was(matchers: RowMatchers) -> None:
+    grammar, text = order_grammar(), '{"id": 17, "state'
+    ids = np.asarray(encode(text), np.int32)
+    matchers.admit([GrammarRow(0, grammar, np.empty(0, np.int32), 0), GrammarRow(1, grammar, ids, 0)])
+    first = matchers.take(np.asarray([0], np.int32))
+    for token in ids.tolist():
+        matchers.advance(first, np.asarray([token], np.int32))
+    at_first, at_second = list_allowed(matchers, np.asarray([0, 1], np.int32))
+    assert at_first == at_second
+
+
+def test_a_complete_row_allows_only_ends_and_then_anything(matchers: RowMatchers) -> None:
+    slots = start_rows(matchers, ['start: "a"'])
+    rows = matchers.take(slots)
+    matchers.advance(rows, np.asarray(encode("a"), np.int32))
+    assert list_allowed(matchers, slots) == [sorted(END_IDS)]
+    matchers.advance(rows, np.asarray([END_IDS[0]], np.int32))
+    # The steps in flight still draw for it.
+    for _ in range(3):
+        assert len(list_allowed(matchers, slots)[0]) > 600
+        matchers.advance(rows, np.asarray([77], np.int32))
+    assert not rows[0].error
+
+
+def test_ends_are_held_back_while_there_is_anything_else(matchers: RowMatchers) -> None:
+    slots = start_rows(matchers, ["start: /a*/", 'start: "a"'], min_tokens=2)
+    rows = matchers.take(slots)
+    token = np.asarray(encode("a") * 2, np.int32)
+    assert not set(list_allowed(matchers, slots)[0]) & set(END_IDS)
+    matchers.advance(rows, token)
+    longer, complete = list_allowed(matchers, slots)
+    assert not set(longer) & set(END_IDS)
+    assert complete == sorted(END_IDS)
+    matchers.advance(rows[:1], token[:1])
+    assert set(END_IDS) <= set(list_allowed(matchers, slots[:1])[0])
+
+
+def test_a_token_that_is_not_allowed_breaks_its_row_alone(matchers: RowMatchers) -> None:
+    slots = start_rows(matchers, ['start: "ab"'] * 2)
+    rows = matchers.take(slots)
+    matchers.advance(rows, np.asarray([encode("a")[0], encode("z")[0]], np.int32))
+    masks = np.empty((2, matchers.num_words), np.int32)
+    assert matchers.fill(rows, masks) == [1]
+    assert not rows[0].error
+    assert rows[1].error
+
+
+def test_a_grammar_that_does_not_compile_breaks_its_rows(matchers: RowMatchers) -> None:
+    slots = start_rows(matchers, ["start: (", 'start: "a"'])
+    masks = np.empty((2, matchers.num_words), np.int32)
+    assert matchers.fill(matchers.take(slots), masks) == [0]
+
+
+def test_fuel_that_runs_out_breaks_its_row_alone(matchers: RowMatchers) -> None:
+    hungry = "start: " + " ".join(["item?"] * 3000) + "\nitem: " + " | ".join(f'"{n}"' for n in range(30))
+    slots = start_rows(matchers, [hungry, 'start: "a"'])
+    rows = matchers.take(slots)
+    masks = np.empty((2, matchers.num_words), np.int32)
+    assert matchers.fill(rows, masks) == [0]
+    assert not rows[1].error
+
+
+def test_freed_slots_are_forgotten(matchers: RowMatchers) -> None:
+    slots = start_rows(matchers, ['start: "a"'] * 3)
+    matchers.free(slots[1:])
+    assert matchers.find(slots).tolist() == [0]
+    assert len(matchers) == 1
+
+
+def test_a_grammar_is_compiled_once_for_few_rows_and_for_many_not_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary, compiled = make_vocabulary(), []
+    compile_it = type(vocabulary).compile
+
+    def count(self: Any, grammar: str) -> Any:
+        compiled.append(grammar)
+        return compile_it(self, grammar)
+
+    monkeypatch.setattr(type(vocabulary), "compile", count)
+    matchers = RowMatchers(vocabulary, 64, 2)
+    start_rows(matchers, ['start: "a"'] * module.ROWS_EACH)
+    assert len(compiled) == 1
+    start_rows(matchers, ['start: "a"'] * 60)
+    assert len(compiled) == 4  # twice the threads
+
+
+def test_grammars_that_nobody_asked_for_lately_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_GRAMMARS", 2)
+    matchers = RowMatchers(make_vocabulary(), 8, 1)
+    slots = start_rows(matchers, [f'start: "{text}"' for text in "abcd"])
+    assert [load_tokenizer().decode(output) for output in walk(matchers, slots, seed=3)] == list("abcd")
+
+
+def test_threads_leave_cores_to_ranks() -> None:
+    assert count_mask_threads(1000) == 1
+    assert 1 <= count_mask_threads(1) <= module.MOST_THREADS

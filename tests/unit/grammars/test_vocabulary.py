@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.cases.grammars import DEMO, END_IDS, NUM_TOKENS, make_vocabulary
+from toka_async.grammars.lark import GrammarError
+from toka_async.grammars.vocabulary import GrammarVocabulary, shorten_error
+from toka_async.text.tokenizer import read_for_grammars
+
+
+@pytest.mark.parametrize(
+    ("grammar", "error"),
+    [
+        ("start: (", "Expected token"),
+        ("start: /a(/", "unclosed group"),
+        ('start: %json {"x-guidance": {"lenient": false}, "type": "array", "uniqueItems": true}', "uniqueItems"),
+        ("start: <nothing>", "unknown special token"),
+    ],
+)
+def test_errors_are_one_line_that_says_why(grammar: str, error: str) -> None:
+    with pytest.raises(GrammarError, match=error) as raised:
+        make_vocabulary().check(grammar)
+    assert "\n" not in str(raised.value)
+
+
+def test_special_tokens_are_known_by_name() -> None:
+    make_vocabulary().check('start: "a" <|im_end|>')
+
+
+def test_a_tokenizer_that_cannot_be_read_is_an_error_of_grammars_alone() -> None:
+    vocabulary = GrammarVocabulary(lambda: "{}", NUM_TOKENS, END_IDS)
+    with pytest.raises(GrammarError, match="do not work with this tokenizer"):
+        vocabulary.check('start: "a"')
+
+
+def test_ids_above_the_tokenizer_are_never_allowed() -> None:
+    wide = GrammarVocabulary(lambda: read_for_grammars(DEMO), 1000, END_IDS)
+    mask = wide.compile("start: /(.|\\n)*/").compute_bitmask()
+    assert len(mask) == 4 * -(-1000 // 32)
+    assert not any(mask[NUM_TOKENS // 8 :])
+
+
+def test_long_errors_are_cut() -> None:
+    assert shorten_error("x" * 5000).endswith("x…")
+    assert shorten_error("at 1(8): failed to compile JSON schema: bad\n   1 | start: x\n   ^") == "bad"

@@ -1,0 +1,1 @@
+"""Grammars that outputs must match: their texts, and the library that matches them."""

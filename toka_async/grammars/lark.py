@@ -1,0 +1,70 @@
+"""Writes grammars of whole outputs in llguidance's Lark, which is the one form in which they travel to ranks.
+
+A grammar is `start: EXPRESSION`. The functions named `write_…` return expressions, which can be parts of larger ones:
+literals, special tokens (`<tool_call>`) and other rules may stand beside them. Loads llguidance only to read other
+dialects.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+GUIDANCE = "x-guidance"  # key at a schema's top level with options of llguidance, which precede ours
+# A model could write blanks for ever. So many in a row are as many as anybody indents by.
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+
+
+class GrammarError(ValueError):
+    """A grammar cannot be used; the message says why, in one line."""
+
+
+def make_grammar(expression: str) -> str:
+    """Makes a grammar of outputs that match one expression."""
+    return f"start: {expression}\n"
+
+
+def write_json(schema: Mapping[str, Any] | bool, *, strict: bool, options: Mapping[str, Any] | None = None) -> str:
+    """Writes the JSON documents of a schema.
+
+    Args:
+        strict: keywords that cannot be enforced make the grammar invalid; otherwise they are left out.
+        options: of llguidance, such as `whitespace_pattern`, instead of ours.
+    """
+    schema = {} if schema is True else {"not": {}} if schema is False else schema
+    ours: dict[str, Any] = {"lenient": not strict, **(options or {})}
+    if "whitespace_flexible" not in ours:
+        ours.setdefault("whitespace_pattern", WHITESPACE)
+    given = schema.get(GUIDANCE, {})
+    merged = {**schema, GUIDANCE: {**ours, **given} if isinstance(given, Mapping) else given}
+    return f"%json {json.dumps(merged)}"
+
+
+def write_choice(texts: Sequence[str]) -> str:
+    return f"({' | '.join(map(write_text, texts))})"
+
+
+def write_text(text: str) -> str:
+    """Writes exactly this text."""
+    return json.dumps(text)
+
+
+def write_regex(pattern: str) -> str:
+    """Writes the texts that a regular expression matches as a whole; its syntax is that of Rust's crate `regex`."""
+    from llguidance import regex_to_lark
+
+    return f"/{regex_to_lark(pattern)}/"
+
+
+def read_grammar(text: str) -> str:
+    """Returns a grammar that is written in Lark, or in the EBNF of llama.cpp and xgrammar, in Lark.
+
+    Raises GrammarError.
+    """
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return str(any_to_lark(text))
+    except Exception as error:  # the library's own class is a bare Exception
+        raise GrammarError(f"neither Lark nor EBNF: {' '.join(str(error).split())}") from None

@@ -1,0 +1,162 @@
+"""Makes the grammar of whole outputs from the fields that say what outputs must look like.
+
+OpenAI's `response_format` is lenient unless it is `strict`, as OpenAI's is. The fields of vLLM and SGLang are exact.
+Knows the fields; knows no tokenizer, so a server compiles a grammar before it takes the request.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from toka_async.grammars.lark import GrammarError, make_grammar, read_grammar, write_choice, write_json, write_regex
+from toka_async.grammars.vocabulary import EXTRA, is_installed
+from toka_async.openai.errors import ApiError, bad_request
+from toka_async.openai.requests import GenerationFields, OutputFormat, StructuredOutputs
+
+MAX_GRAMMAR = 1 << 18  # characters
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputGrammar:
+    """text: of the whole output, in llguidance's Lark; empty: any output. param: the field that it is made of."""
+
+    text: str = ""
+    param: str = ""
+
+
+NO_GRAMMAR = OutputGrammar()
+
+
+def find_grammar(fields: GenerationFields) -> OutputGrammar:
+    """Finds what the outputs of a request must look like.
+
+    Raises ApiError: 400, which names the field; 501 without the library.
+    """
+    wanted: dict[str, Any] = {}
+    if fields.response_format is not None and fields.response_format.type != "text":
+        wanted["response_format"] = fields.response_format
+    names = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+    for name in (*names, "json_schema", "regex", "ebnf"):
+        if getattr(fields, name) is not None:
+            wanted[name] = getattr(fields, name)
+    if not wanted:
+        return NO_GRAMMAR
+    param, *others = wanted
+    if others:
+        raise bad_request(f"'{param}' and '{others[0]}' both say what outputs must look like; give one", param=param)
+    return make_output_grammar(write_wish(fields, param, wanted[param]), param, fields)
+
+
+def make_output_grammar(text: str, param: str, fields: GenerationFields) -> OutputGrammar:
+    """Makes the grammar of a request's outputs from its text. Raises ApiError (400) that names the field."""
+    if fields.ignore_eos:
+        raise bad_request(f"'ignore_eos' and '{param}': a complete output could not end", param="ignore_eos")
+    if len(text) > MAX_GRAMMAR:
+        raise bad_request(f"'{param}' makes a grammar of more than {MAX_GRAMMAR} characters", param=param)
+    return OutputGrammar(text, param)
+
+
+def write_wish(fields: GenerationFields, param: str, wish: Any) -> str:
+    """Writes the grammar that one field asks for. Raises ApiError."""
+    check_installed(param)
+    spacing: dict[str, Any] = {}
+    if fields.guided_whitespace_pattern is not None:
+        spacing["whitespace_pattern"] = fields.guided_whitespace_pattern
+    match param:
+        case "response_format":
+            return write_response_format(wish)
+        case "structured_outputs":
+            return write_structured_outputs(wish)
+        case "guided_json" | "json_schema":
+            return write_schema(wish, param, spacing)
+        case "guided_regex" | "regex":
+            return make_grammar(write_regex(wish))
+        case "guided_choice":
+            return make_grammar(write_choice(wish))
+        case _:
+            return read_own_grammar(wish, param)
+
+
+def write_response_format(wish: OutputFormat) -> str:
+    if wish.type == "json_object":
+        return make_grammar(write_json(ANY_OBJECT, strict=True))
+    param = "response_format.json_schema"
+    if wish.json_schema is None:
+        raise bad_request(f"'{param}' is missing", param=param)
+    schema = read_schema(wish.json_schema.wanted, f"{param}.schema")
+    return make_grammar(write_json(schema, strict=wish.json_schema.strict))
+
+
+def write_structured_outputs(wish: StructuredOutputs) -> str:
+    where = "structured_outputs"
+    kinds = {name: getattr(wish, name) for name in ("json", "regex", "choice", "grammar", "json_object")}
+    given = {name: value for name, value in kinds.items() if value is not None and value is not False}
+    if len(given) != 1:
+        raise bad_request(f"'{where}' must have exactly one of {', '.join(kinds)}", param=where)
+    ((name, value),) = given.items()
+    spacing: dict[str, Any] = {}
+    if wish.whitespace_pattern is not None:
+        spacing["whitespace_pattern"] = wish.whitespace_pattern
+    if wish.disable_any_whitespace:
+        spacing = {"whitespace_flexible": False}
+    match name:
+        case "json":
+            schema = read_schema(value, f"{where}.json")
+            if wish.disable_additional_properties:
+                schema = close_objects(schema)
+            return make_grammar(write_json(schema, strict=True, options=spacing))
+        case "json_object":
+            return make_grammar(write_json(ANY_OBJECT, strict=True, options=spacing))
+        case "regex":
+            return make_grammar(write_regex(value))
+        case "choice":
+            return make_grammar(write_choice(value))
+        case _:
+            return read_own_grammar(value, f"{where}.grammar")
+
+
+def write_schema(wish: Any, param: str, spacing: Mapping[str, Any]) -> str:
+    return make_grammar(write_json(read_schema(wish, param), strict=True, options=spacing))
+
+
+def read_schema(wish: Any, param: str) -> Mapping[str, Any] | bool:
+    """Reads a schema that is an object, a bool, or a text of JSON. Raises ApiError (400)."""
+    if isinstance(wish, str):
+        try:
+            wish = json.loads(wish)
+        except (ValueError, RecursionError) as error:
+            raise bad_request(f"'{param}' is not JSON: {error}", param=param) from None
+    if not isinstance(wish, dict | bool):
+        raise bad_request(f"'{param}' must be a JSON schema: an object", param=param)
+    return wish
+
+
+def read_own_grammar(wish: str, param: str) -> str:
+    try:
+        return read_grammar(wish)
+    except GrammarError as error:
+        raise bad_request(f"'{param}' is {error}", param=param) from None
+
+
+def close_objects(schema: Any) -> Any:
+    """Forbids properties that objects with named properties do not name, wherever the schema leaves that open."""
+    if isinstance(schema, list):
+        return [close_objects(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {
+        key: value if key in ("const", "enum", "default") else close_objects(value) for key, value in schema.items()
+    }
+    if schema.keys() & {"properties", "patternProperties"}:
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+def check_installed(param: str) -> None:
+    """Raises ApiError (501) without the library."""
+    if not is_installed():
+        raise ApiError(501, f"'{param}': {EXTRA}", param=param, code="extra_not_installed")

@@ -1,0 +1,69 @@
+"""Compiles grammars before their requests are taken, as ranks will, and remembers which ones are good."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
+
+from toka_async.grammars.lark import GrammarError
+from toka_async.grammars.vocabulary import GrammarVocabulary, is_installed
+from toka_async.openai.errors import bad_request
+from toka_async.openai.generation import GenerationParams
+from toka_async.text.tokenizer import Tokenizer
+
+MOST_KNOWN = 4096  # grammars whose check is remembered
+
+
+class GrammarChecks:
+    """Checks grammars against one model's tokens, in a thread of its own: a grammar may take a second."""
+
+    def __init__(self, tokenizer: Tokenizer, end_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._end_ids = end_ids
+        self._vocabulary: GrammarVocabulary | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._known: OrderedDict[bytes, str] = OrderedDict()  # by digest: what is wrong; empty: nothing is
+
+    def start(self, vocab_size: int) -> None:
+        """Makes the tokens for grammars in a thread, so that no request waits for them."""
+        if self._vocabulary is None and is_installed():
+            self._vocabulary = GrammarVocabulary(self._tokenizer.backend.to_str, vocab_size, self._end_ids)
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+
+    def knows(self, grammar: str) -> bool:
+        """Tells whether a grammar needs no check: it was good, or there is none."""
+        return not grammar or self._known.get(digest(grammar)) == ""
+
+    async def check(self, generation: GenerationParams, vocab_size: int) -> None:
+        """Raises ApiError (400) for a request whose grammar cannot be used; names the field and why."""
+        grammar = generation.sampling.grammar
+        if not grammar:
+            return
+        key = digest(grammar)
+        error = self._known.get(key)
+        if error is None:
+            self.start(vocab_size)
+            error = await asyncio.get_running_loop().run_in_executor(self._executor, self._find_error, grammar)
+            self._known[key] = error
+            if len(self._known) > MOST_KNOWN:
+                self._known.popitem(last=False)
+        else:
+            self._known.move_to_end(key)
+        if error:
+            name = generation.grammar_param
+            raise bad_request(f"'{name}' cannot be enforced: {error}", param=name, code="invalid_grammar")
+
+    def _find_error(self, grammar: str) -> str:
+        assert self._vocabulary is not None
+        try:
+            self._vocabulary.check(grammar)
+        except GrammarError as error:
+            return str(error)
+        return ""
+
+
+def digest(grammar: str) -> bytes:
+    return blake2b(grammar.encode(), digest_size=16).digest()
