@@ -85,7 +85,7 @@ class JsonSchemaFormat(WireRequest, frozen=True, kw_only=True):
     strict: bool = False
 
 
-class ResponseFormat(WireRequest, frozen=True, kw_only=True):
+class OutputFormat(WireRequest, frozen=True, kw_only=True):
     """OpenAI's `response_format`."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -149,7 +149,7 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True):
     priority: Priority = 0
     cache_salt: Salt | None = None
     request_id: Annotated[str, Meta(min_length=1, max_length=MAX_LABEL)] | None = None
-    response_format: ResponseFormat | None = None
+    response_format: OutputFormat | None = None
     # Older names of vLLM's for `structured_outputs`, and SGLang's.
     guided_json: JsonSchema | None = None
     guided_regex: Pattern | None = None

@@ -14,7 +14,7 @@ from typing import Any
 from toka_async.grammars.lark import GrammarError, make_grammar, read_grammar, write_choice, write_json, write_regex
 from toka_async.grammars.vocabulary import EXTRA, is_installed
 from toka_async.openai.errors import ApiError, bad_request
-from toka_async.openai.requests import GenerationFields, ResponseFormat, StructuredOutputs
+from toka_async.openai.requests import GenerationFields, OutputFormat, StructuredOutputs
 
 MAX_GRAMMAR = 1 << 18  # characters
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -81,7 +81,7 @@ def write_wish(fields: GenerationFields, param: str, wish: Any) -> str:
             return read_own_grammar(wish, param)
 
 
-def write_response_format(wish: ResponseFormat) -> str:
+def write_response_format(wish: OutputFormat) -> str:
     if wish.type == "json_object":
         return make_grammar(write_json(ANY_OBJECT, strict=True))
     param = "response_format.json_schema"
