@@ -22,7 +22,7 @@ FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and it
     "checkpoint": set(),
     "grammars": set(),
     "openai": {"grammars"},
-    "text": set(),
+    "text": {"grammars"},
     "scheduler": set(),
     "transport": set(),
     "client": {"transport", "transfer"},

@@ -8,6 +8,7 @@ from typing import Any
 
 from toka_async.openai.errors import ApiError, bad_request
 from toka_async.openai.requests import ChatRequest, Tool, ToolChoice
+from toka_async.openai.structured import check_installed
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,12 +16,14 @@ class ToolUse:
     """What a chat may call.
 
     shown: the tools as chat templates take them; None without any. offered: the schemas of parameters by name, for each
-    tool that may be called. most_calls: None means any number.
+    tool that may be called. most_calls: None means any number. forced: where a call must be made, the schema of each
+    tool's arguments and whether it is strict.
     """
 
     shown: list[dict[str, Any]] | None = None
     offered: Mapping[str, Any] = field(default_factory=dict)
     most_calls: int | None = None
+    forced: Mapping[str, tuple[Mapping[str, Any], bool]] = field(default_factory=dict)
 
 
 def parse_tool_use(request: ChatRequest) -> ToolUse:
@@ -35,17 +38,23 @@ def parse_tool_use(request: ChatRequest) -> ToolUse:
     allowed = names if choice is None or isinstance(choice, str) else _parse_choice(choice, names)
     if not names and choice not in (None, "none", "auto"):
         raise bad_request("'tool_choice' needs tools", param="tool_choice")
-    if choice == "required" or (isinstance(choice, ToolChoice) and _is_forced(choice)):
-        raise _make_unenforced_error("tool_choice", "a call cannot be enforced; leave the choice to the model ('auto')")
+    is_named = isinstance(choice, ToolChoice) and choice.allowed_tools is None
+    is_forced = choice == "required" or (isinstance(choice, ToolChoice) and _is_forced(choice))
+    if is_forced:
+        check_installed("tool_choice")
     if choice == "none" or not names:
         return ToolUse()
     tools = [tool for tool in request.tools if tool.function.name in allowed]
     for index, tool in enumerate(request.tools):
-        if tool.function.strict:
+        if tool.function.strict and not is_forced:
             where = f"tools[{index}].function.strict"
-            raise _make_unenforced_error(where, "a schema cannot be enforced; leave it out")
+            raise _make_unenforced_error(where, "a schema can be enforced only where a call must be made; leave it out")
     offered = {tool.function.name: _properties(tool) for tool in tools}
-    return ToolUse(show_tools(tools), offered, None if request.parallel_tool_calls else 1)
+    forced = {each.function.name: (each.function.parameters or {}, each.function.strict) for each in tools}
+    shown = show_tools(request.tools if is_named else tools)
+    return ToolUse(
+        shown, offered, None if request.parallel_tool_calls and not is_named else 1, forced if is_forced else {}
+    )
 
 
 def show_tools(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:

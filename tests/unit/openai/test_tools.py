@@ -41,6 +41,21 @@ def test_nothing_may_be_called(fields: dict[str, Any]) -> None:
     assert tool_use(**fields) == ToolUse()
 
 
+@pytest.mark.parametrize(
+    ("choice", "names", "most"),
+    [
+        ("required", ["f", "g"], None),
+        ({"type": "function", "function": {"name": "g"}}, ["g"], 1),
+        (allow("required", "f"), ["f"], None),
+    ],
+)
+def test_calls_that_must_be_made(choice: Any, names: list[str], most: int | None) -> None:
+    used = tool_use(tools=[F, G], tool_choice=choice)
+    assert list(used.forced) == list(used.offered) == names
+    assert used.most_calls == most
+    assert used.forced[names[0]] == ((PARAMETERS if names[0] == "f" else {}), False)
+
+
 def test_allowed_tools() -> None:
     assert list(tool_use(tools=[F, G], tool_choice=allow("auto", "g")).offered) == ["g"]
 

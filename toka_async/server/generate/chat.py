@@ -33,6 +33,7 @@ from toka_async.openai.responses import (
     ToolCallDelta,
     Usage,
 )
+from toka_async.openai.structured import OutputGrammar, make_output_grammar
 from toka_async.openai.tools import ToolUse, parse_tool_use
 from toka_async.server.engine.token_block import TokenRows
 from toka_async.server.generate.answers import (
@@ -54,6 +55,7 @@ from toka_async.server.generate.logprobs import chat_logprobs, prompt_logprobs, 
 from toka_async.server.generate.sample_text import Piece
 from toka_async.server.generate.service import Chat, Output, PreparedRequest, Run, Service
 from toka_async.text.formats.choice import ResponseFormat
+from toka_async.text.formats.output_grammar import FindToken
 from toka_async.text.formats.parser import Call, Parsed, ResponseParser
 
 MAX_END = 256  # tokens of a prompt whose text shows what it has of the answer already
@@ -101,7 +103,31 @@ def read_answers(
         return generation, None
     ends = [each if isinstance(each, str) else service.tokenizer.decode(each[-MAX_END:], False) for each in prompts]
     reading = Reading(known, tools, wire.include_reasoning, [known.template.cut_prompt(each) for each in ends])
-    return dataclasses.replace(generation, is_parsed=True), reading
+    grammar, param = generation.sampling.grammar, generation.grammar_param
+    find_token = service.tokenizer.backend.token_to_id
+    if tools.forced:
+        made = write_forced_calls(wire, tools, known, find_token)
+        if grammar:
+            raise bad_request(f"'{param}' and 'tool_choice': a call must be made; give one", param=param)
+        grammar, param = made.text, made.param
+    if grammar:
+        grammar = known.write_thought(grammar, find_token, reading.written[0])
+    sampling = replace(generation.sampling, grammar=grammar)
+    return dataclasses.replace(generation, is_parsed=True, sampling=sampling, grammar_param=param), reading
+
+
+def write_forced_calls(
+    wire: ChatRequest, tools: ToolUse, known: ResponseFormat, find_token: FindToken
+) -> OutputGrammar:
+    """The grammar of outputs that are calls. Raises ApiError (400) for a format that has none."""
+    if known.calls is None or known.calls.write_calls is None:
+        raise bad_request(
+            "'tool_choice': a call cannot be enforced in the model's format; leave the choice to the model ('auto')",
+            param="tool_choice",
+            code="unsupported_parameter",
+        )
+    text = known.calls.write_calls(tools.forced, find_token, several=tools.most_calls is None)
+    return make_output_grammar(text, "tool_choice", wire)
 
 
 def wire_chat(service: Service, wire: ChatRequest | TokenizeRequest, tools: list[dict[str, Any]] | None) -> Chat:

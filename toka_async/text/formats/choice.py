@@ -12,6 +12,7 @@ from toka_async.text.formats.harmony import HARMONY
 from toka_async.text.formats.hermes import HERMES
 from toka_async.text.formats.llama_json import LLAMA_JSON
 from toka_async.text.formats.mistral import MISTRAL
+from toka_async.text.formats.output_grammar import FindToken, allow_thought
 from toka_async.text.formats.parser import Parameters, ResponseParser
 from toka_async.text.formats.pythonic import PYTHONIC
 from toka_async.text.formats.qwen3_coder import QWEN3_CODER
@@ -40,6 +41,16 @@ class ResponseFormat:
     @property
     def new_id(self) -> Callable[[], str]:
         return new_call_id if self.calls is None else self.calls.new_id
+
+    def write_thought(self, grammar: str, find_token: FindToken, written: str) -> str:
+        """The grammar, with a thought before its output where the format marks it by two texts."""
+        region = next((each for each in self.template.regions if each.is_reasoning and each.at_start), None)
+        if region is None or self.reasoning is None:
+            return grammar
+        opening, closing = (str(self.reasoning.fields[region.name][key]) for key in ("open", "close"))
+        if closing in written:
+            return grammar
+        return allow_thought(grammar, opening, closing, find_token, is_open=opening in written)
 
     def find_markers(self, special: Iterable[str]) -> frozenset[str]:
         """Those special tokens that the format reads, so that texts have to have them."""

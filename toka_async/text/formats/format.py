@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from toka_async.text.formats.template import Json, ReadCalls
 
+WriteCalls = Callable[..., str]
 LETTERS = string.ascii_letters + string.digits
 
 
@@ -23,7 +24,7 @@ class Format:
 
     name: as configurations have it, vLLM's where it has one. signs: a chat template is of this format when it has all
     the texts of one of them. fields: of a response template. read_calls: reads its regions of the kind `calls`.
-    markers: further special tokens that the format reads. start_anchors: what a prompt ends with before an answer.
+    markers: further special tokens that the format reads. write_calls: the grammar of calls that must be made.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Format:
     fields: Mapping[str, Json]
     read_calls: ReadCalls | None = None
     markers: tuple[str, ...] = ()
+    write_calls: WriteCalls | None = None
     new_id: Callable[[], str] = field(default=new_call_id)
 
     def is_in(self, chat_template: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from toka_async.text.formats.format import Format
+from toka_async.text.formats.output_grammar import write_hermes_calls
 
 HERMES = Format(
     name="hermes",
@@ -17,4 +18,5 @@ HERMES = Format(
         },
         "content": {},
     },
+    write_calls=write_hermes_calls,
 )

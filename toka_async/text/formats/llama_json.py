@@ -7,6 +7,7 @@ from typing import Any
 
 from toka_async.text.formats.contents import read_json
 from toka_async.text.formats.format import Format
+from toka_async.text.formats.output_grammar import write_llama_calls
 
 TAG = "<|python_tag|>"
 KEYS = {"type", "name", "parameters", "arguments"}
@@ -38,4 +39,5 @@ LLAMA_JSON = Format(
     signs=(('"parameters"', "ipython"), ('"parameters"', TAG)),
     fields={"tool_calls": {"open": [TAG, "{"], "at_start": True, "content": "calls"}, "content": {}},
     read_calls=read_objects,
+    write_calls=write_llama_calls,
 )

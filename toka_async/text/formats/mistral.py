@@ -6,6 +6,7 @@ from typing import Any
 
 from toka_async.text.formats.contents import read_json
 from toka_async.text.formats.format import Format, new_call_id
+from toka_async.text.formats.output_grammar import write_mistral_calls
 
 OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 ID_LENGTH = 9  # Mistral's chat templates refuse other ids
@@ -40,6 +41,7 @@ MISTRAL = Format(
     signs=((OPEN,),),
     fields={"tool_calls": {"open": OPEN, "repeats": True, "content": "calls"}, "content": {}},
     read_calls=read_region,
+    write_calls=write_mistral_calls,
     markers=(ARGS, CALL_ID),
     new_id=new_mistral_id,
 )

@@ -225,8 +225,9 @@ async def test_special_tokens_that_mark_calls_are_read_and_others_left_out(stop:
     [
         ("{{ messages }}", {}, "tools"),
         ("{{ messages }}{{ tools }}", {}, "tools"),
-        (TEMPLATE, {"tool_choice": "required"}, "tool_choice"),
-        (TEMPLATE, {"tool_choice": {"type": "function", "function": {"name": "time"}}}, "tool_choice"),
+        (f"{TEMPLATE}{{# <function= <parameter= #}}", {"tool_choice": "required"}, "tool_choice"),
+        (TEMPLATE, {"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+        (TEMPLATE, {"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
         (TEMPLATE, {"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function"),
         (TEMPLATE, {"tool_choice": {"type": "function"}}, "tool_choice.function"),
         (TEMPLATE, {"tools": [*TOOLS, TOOLS[0]]}, "tools"),
@@ -243,6 +244,21 @@ async def test_what_cannot_be_done_is_refused(template: str, fields: dict[str, A
     async with answering(template=template) as server:
         error = await server.error(PATH, {"messages": MESSAGES, "tools": TOOLS, **fields})
     assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("choice", "has_time"), [("required", True), ({"type": "function", "function": {"name": "weather"}}, False)]
+)
+async def test_a_call_that_must_be_made_is_a_grammar(choice: Any, has_time: bool) -> None:
+    """It lets the model think before it, as the prompt has begun to."""
+    async with answering() as server:
+        body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "chat_template_kwargs": {"thinks": True}}
+        answer = await server.ok(PATH, body)
+        grammar = server.scheduler.submits[0].sampling.grammar
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+    assert '"const": "weather"' in grammar
+    assert ('"const": "time"' in grammar) == has_time
+    assert grammar.startswith("start: toka_thought toka_output")
 
 
 async def test_the_effort_of_reasoning_reaches_templates_that_know_it() -> None:
