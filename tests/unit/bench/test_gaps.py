@@ -30,9 +30,11 @@ def test_a_limit_shortens_gaps_and_costs_little(capsys: pytest.CaptureFixture[st
 
 
 def test_auto_is_shorter_where_somebody_streams(capsys: pytest.CaptureFixture[str]) -> None:
-    found = measure(capsys, *SMALL, "--limits", "auto", "--token-us", "100")
-    assert found["users", "auto"].prompt_steps[0] == pytest.approx(40, rel=0.1)
-    assert found["trace", "auto"].prompt_steps[0] == pytest.approx(125, rel=0.1)
+    """It is 40 ms there, and at most eight steps without prompts."""
+    for step_ms, expected in (("1", 20), ("10", 40)):
+        found = measure(capsys, *SMALL, "--limits", "auto", "--token-us", "100", "--step-ms", step_ms)
+        assert found["users", "auto"].prompt_steps[0] == pytest.approx(expected, rel=0.1)
+        assert found["trace", "auto"].prompt_steps[0] == pytest.approx(125, rel=0.1)
 
 
 def test_the_table_has_a_line_for_each(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -286,7 +286,7 @@ def test_a_stream_that_has_begun_is_not_tried_again() -> None:
         ({"samples": [2]}, "samples"),
         ({"samples": [-1]}, "samples"),
         ({"reasons": [0]}, "reasons"),
-        ({"reasons": [5]}, "reasons"),
+        ({"reasons": [6]}, "reasons"),
         ({"reasons": [-1]}, "reasons"),
         ({"counts": [2]}, "counts"),
         ({"counts": [-1]}, "counts"),
