@@ -209,3 +209,14 @@ def test_warm_that_is_stopped_is_no_success() -> None:
     assert process.returncode == 1
     assert "stopped before it was ready" in said
     wait_until_gone(children.values())
+
+
+def test_nothing_is_imported_from_the_working_directory(tmp_path: Path) -> None:
+    """It may be a checkpoint's, with files named like packages."""
+    (tmp_path / "msgspec.py").write_text("raise SystemExit('the wrong one')")
+    command = [sys.executable, "-P", "-m", "toka_async.cli", "serve", "model.device=simulated", "server.port=0"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert "serving demo at" in server.stdout.readline()
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(SECONDS) == 0

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -157,7 +158,7 @@ def kill_all(children: Iterable[Child | RemoteChild]) -> None:
 def make_launch(child: ChildSpec) -> Launch:
     return Launch(
         name=child.name,
-        command=[sys.executable, "-m", "toka_async.procs", child.name],
+        command=[sys.executable, *_keep_path_safe(), "-m", "toka_async.procs", child.name],
         spec=msgspec.json.encode(child),
         replica=child.replica if child.role in ("scheduler", "rank") else -1,
         rank=child.rank if child.role == "rank" else -1,
@@ -172,6 +173,14 @@ def kill_at_end(pipe: int, pid: int) -> None:
             fcntl.fcntl(pipe, fcntl.F_SETOWN, pid)
             fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
             fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _keep_path_safe() -> list[str]:
+    """Return the option with which a Python imports nothing from the working directory, if this one does not either.
+
+    With `-m` it would, and the working directory may be that of a checkpoint with files named like packages.
+    """
+    return [] if {"", str(Path.cwd())} & {*sys.path} else ["-P"]
 
 
 def _signal_name(number: int) -> str:
