@@ -137,6 +137,8 @@ def test_requests_load_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """What a process would load for its first request is loaded by the time that it serves."""
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     with serving(tmp_path, "model.device=cpu") as server:
+        # Threads of the server and of the rank prepare for grammars.
+        wait_until(lambda: server.said().count("| llguidance\n") == 2)
         before = server.said()
         assert "import time:" in before
         assert list(server.stream("/v1/completions", prompt="Question", max_tokens=8))
