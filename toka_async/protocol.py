@@ -211,6 +211,20 @@ class CommandReply(ServerHeader, frozen=True, kw_only=True, tag="reply"):
     result: Raw = Raw(b"\xc0")
 
 
+class EngineState(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of the command `state`.
+
+    is_torn: an update has failed and left weights of two versions. world_size: ranks of all replicas.
+    """
+
+    is_paused: bool
+    is_updating: bool
+    is_asleep: bool
+    is_torn: bool
+    weight_version: str
+    world_size: int
+
+
 class Closed(ServerHeader, frozen=True, kw_only=True, tag="closed"):
     """The connection has no session (any more); code: `unknown`, `too_slow`, `stopping`, `refused`.
 

@@ -18,6 +18,7 @@ from tests.fakes.scheduler import FakeScheduler
 from toka_async.batches.clock import SettledClock
 from toka_async.batches.store import Store
 from toka_async.checkpoint.generation import GenerationDefaults
+from toka_async.control import Control
 from toka_async.listening import max_connections, open_listener
 from toka_async.server.access.keys import Keys, KeySource
 from toka_async.server.app import create_app
@@ -48,6 +49,11 @@ class WebServer:
     runner: web.AppRunner
     address: tuple[str, int]
     http: aiohttp.ClientSession
+
+    @property
+    def actions(self) -> list[Any]:
+        """What trainers had the scheduler do."""
+        return [message.action for message in self.scheduler.log if isinstance(message, Control)]
 
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
         """Status and decoded JSON; a str or bytes body is sent as it is."""

@@ -18,6 +18,7 @@ import msgspec
 from toka_async.client.client import Client
 from toka_async.client.errors import CommandError, ConnectionLostError
 from toka_async.control import Directory, PauseMode, Source, Transfer
+from toka_async.protocol import EngineState
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,17 +26,6 @@ if TYPE_CHECKING:
     from toka_async.transfer.tensors import TensorInfo
 
 BUCKET_BYTES = 1 << 28
-
-
-class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """is_torn: an update has failed and left weights of two versions. world_size: ranks of all replicas."""
-
-    is_paused: bool
-    is_updating: bool
-    is_asleep: bool
-    is_torn: bool
-    weight_version: str
-    world_size: int
 
 
 class Trainer:

@@ -62,7 +62,7 @@ def list_hopper_configs(
         config = PrefillConfig(256, 64, 4, num_stages=3, registers=registers, widening=widening)
     else:
         if is_e4m3:
-            return []  # the registers of those who widen are missing where products run: three times slower
+            return []  # whole steps took longer with it, see bench/MEASUREMENTS.md
         config = PrefillConfig(128, 128, 4, num_stages=2, registers=232)
     fits = group_size <= config.block_queries and prefill_hopper.can_copy(page_size, config.block_keys)
     return [config] if fits else []

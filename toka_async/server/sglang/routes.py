@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from toka_async.openai.responses import Health
 from toka_async.server.http import info as own
@@ -14,6 +15,8 @@ from toka_async.server.sglang.requests import SglangRequest
 from toka_async.server.sglang.responses import SglangSample
 from toka_async.server.vllm.info import INFO_QUERY, ServerInfo, get_server_info
 from toka_async.server.vllm.routes import OF_CONTROL
+
+describe_update = partial(Operation, answer=weights.UpdateOutcome, refusal=weights.UpdateOutcome, statuses=OF_CONTROL)
 
 ROUTES: Routes = {
     ("POST", "/generate"): (
@@ -92,70 +95,52 @@ ADMIN_ROUTES: Routes = {
     ),
     ("POST", "/init_weights_update_group"): (
         weights.init_weights_update_group,
-        Operation(
+        describe_update(
             name="initWeightsUpdateGroup",
             summary="Join the trainer's group with all ranks",
             body=weights.GroupRequest,
-            answer=weights.UpdateOutcome,
-            refusal=weights.UpdateOutcome,
-            statuses=OF_CONTROL,
         ),
     ),
     ("POST", "/destroy_weights_update_group"): (
         weights.destroy_weights_update_group,
-        Operation(
+        describe_update(
             name="destroyWeightsUpdateGroup",
             summary="Leave a group",
             body=weights.LeaveRequest,
-            answer=weights.UpdateOutcome,
-            refusal=weights.UpdateOutcome,
-            statuses=OF_CONTROL,
         ),
     ),
     ("POST", "/update_weights_from_distributed"): (
         weights.update_weights_from_distributed,
-        Operation(
+        describe_update(
             name="updateWeightsFromDistributed",
             summary="Tensors that the trainer broadcasts in a group",
             body=weights.DistributedRequest,
-            answer=weights.UpdateOutcome,
-            refusal=weights.UpdateOutcome,
-            statuses=OF_CONTROL,
         ),
     ),
     ("POST", "/update_weights_from_disk"): (
         weights.update_weights_from_disk,
-        Operation(
+        describe_update(
             name="updateWeightsFromDisk",
             summary="All tensors, from the files of a folder",
             body=weights.DiskRequest,
-            answer=weights.UpdateOutcome,
-            refusal=weights.UpdateOutcome,
-            statuses=OF_CONTROL,
         ),
     ),
     ("POST", "/begin_weight_update"): (
         weights.begin_weight_update,
-        Operation(
+        describe_update(
             name="beginWeightUpdate",
             summary="Compute nothing until /end_weight_update",
             body=weights.BeginRequest,
             needs_body=False,
-            answer=weights.UpdateOutcome,
-            refusal=weights.UpdateOutcome,
-            statuses=OF_CONTROL,
         ),
     ),
     ("POST", "/end_weight_update"): (
         weights.end_weight_update,
-        Operation(
+        describe_update(
             name="endWeightUpdate",
             summary="Compute with the new weights, if all have come",
             body=weights.EndRequest,
             needs_body=False,
-            answer=weights.UpdateOutcome,
-            refusal=weights.UpdateOutcome,
-            statuses=OF_CONTROL,
         ),
     ),
     ("POST", "/weights_checker"): (
@@ -171,26 +156,20 @@ ADMIN_ROUTES: Routes = {
     ),
     ("POST", "/release_memory_occupation"): (
         weights.release_memory_occupation,
-        Operation(
+        describe_update(
             name="releaseMemoryOccupation",
             summary="Give the memory of the cache back",
             body=weights.TagsRequest,
             needs_body=False,
-            answer=weights.UpdateOutcome,
-            refusal=weights.UpdateOutcome,
-            statuses=OF_CONTROL,
         ),
     ),
     ("POST", "/resume_memory_occupation"): (
         weights.resume_memory_occupation,
-        Operation(
+        describe_update(
             name="resumeMemoryOccupation",
             summary="Take the memory of the cache again",
             body=weights.TagsRequest,
             needs_body=False,
-            answer=weights.UpdateOutcome,
-            refusal=weights.UpdateOutcome,
-            statuses=OF_CONTROL,
         ),
     ),
 }

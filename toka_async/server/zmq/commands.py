@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Raw
 
 from toka_async.control import PauseMode, Source, Transfer
-from toka_async.protocol import Command, CommandReply
+from toka_async.protocol import Command, CommandReply, EngineState
 from toka_async.server.engine.control import ControlError, EngineControl
 from toka_async.server.zmq.session import Session
 
@@ -68,17 +68,6 @@ class VersionArguments(Arguments, frozen=True, kw_only=True):
 class SleepArguments(Arguments, frozen=True, kw_only=True):
     level: int = 1
     mode: PauseMode = "abort"
-
-
-class State(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to `state`."""
-
-    is_paused: bool
-    is_updating: bool
-    is_asleep: bool
-    is_torn: bool
-    weight_version: str
-    world_size: int
 
 
 class Commands:
@@ -147,9 +136,9 @@ class Commands:
         names = [*(args.names or ()), *(session.name_request(key) for key in args.ids)]
         return await self._control.abort(names, [(session, key) for key in args.ids])
 
-    async def _state(self, _: Arguments, __: Session) -> State:
+    async def _state(self, _: Arguments, __: Session) -> EngineState:
         control = self._control
-        return State(
+        return EngineState(
             is_paused=control.is_paused,
             is_updating=control.is_updating,
             is_asleep=control.is_asleep,

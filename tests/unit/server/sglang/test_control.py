@@ -8,7 +8,7 @@ import pytest
 
 from tests.drivers.until import until
 from tests.drivers.web_server import WebServer, web_server
-from toka_async.control import Control, Pause, ResetPrefixCache
+from toka_async.control import Pause, ResetPrefixCache
 
 PROMPT = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 400}, "return_logprob": True}
 
@@ -19,16 +19,12 @@ async def server() -> AsyncIterator[WebServer]:
         yield running
 
 
-def actions(server: WebServer) -> list[Any]:
-    return [message.action for message in server.scheduler.log if isinstance(message, Control)]
-
-
 @pytest.mark.parametrize(
     ("body", "mode"), [({}, "abort"), ({"mode": "retract"}, "retract"), ({"mode": "in_place"}, "keep")]
 )
 async def test_pause_and_continue(server: WebServer, body: Any, mode: Any) -> None:
     assert (await server.ok("/pause_generation", body))["status"] == "ok"
-    assert actions(server) == [Pause(mode=mode)]
+    assert server.actions == [Pause(mode=mode)]
     assert await server.get("/is_paused") == (200, {"is_paused": True})
     assert (await server.ok("/continue_generation", {"torch_empty_cache": True}))["status"] == "ok"
     assert await server.get("/is_paused") == (200, {"is_paused": False})
@@ -38,7 +34,7 @@ async def test_pause_and_continue(server: WebServer, body: Any, mode: Any) -> No
 async def test_the_cache_is_flushed(server: WebServer, method: str) -> None:
     async with server.http.request(method, server.url + "/flush_cache?timeout=5") as response:
         assert (response.status, response.content_type) == (200, "text/plain")
-    assert actions(server) == [ResetPrefixCache()]
+    assert server.actions == [ResetPrefixCache()]
 
 
 async def test_aborts(server: WebServer) -> None:
@@ -80,4 +76,4 @@ async def test_an_id_of_many_prompts_means_all_of_them(server: WebServer) -> Non
 )
 async def test_what_cannot_be_meant_is_refused(server: WebServer, path: str, body: Any, param: str) -> None:
     assert (await server.error(path, body))["param"] == param
-    assert not actions(server)
+    assert not server.actions

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.drivers.web_server import WebServer, web_server
-from toka_async.control import Broadcast, Control, Directory, GroupTransfer, LoadTensors
+from toka_async.control import Broadcast, Directory, GroupTransfer, LoadTensors
 from toka_async.server.vllm.weights import MOST_OFFSET
 
 GROUP = {"master_address": "[::1]", "master_port": "5000", "rank_offset": 1, "world_size": 2}
@@ -19,12 +19,8 @@ async def server() -> AsyncIterator[WebServer]:
         yield running
 
 
-def actions(server: WebServer) -> list[Any]:
-    return [message.action for message in server.scheduler.log if isinstance(message, Control)]
-
-
 def loads(server: WebServer) -> list[LoadTensors]:
-    return [action for action in actions(server) if isinstance(action, LoadTensors)]
+    return [action for action in server.actions if isinstance(action, LoadTensors)]
 
 
 async def version(server: WebServer) -> str:
@@ -34,11 +30,11 @@ async def version(server: WebServer) -> str:
 
 async def test_groups(server: WebServer) -> None:
     assert (await server.ok("/init_weights_update_group", GROUP | {"backend": "gloo"}))["success"] is True
-    assert actions(server)[0].transfer == GroupTransfer(
+    assert server.actions[0].transfer == GroupTransfer(
         name="weight_update_group", address="::1", port=5000, rank_offset=1, world_size=2, backend="gloo"
     )
     await server.ok("/destroy_weights_update_group", {"group_name": "g"})
-    assert actions(server)[1].name == "g"
+    assert server.actions[1].name == "g"
 
 
 async def test_parts_of_an_update_end_with_the_pause(server: WebServer) -> None:
@@ -53,7 +49,7 @@ async def test_parts_of_an_update_end_with_the_pause(server: WebServer) -> None:
         *("Pause", "BeginUpdate", "LoadTensors", "LoadTensors", "VerifyUpdate", "CommitUpdate", "Resume")
     ]
     assert [load.source for load in loads(server)] == [Broadcast(transfer="g")] * 2
-    assert not actions(server)[4].partial
+    assert not server.actions[4].partial
     assert await version(server) == "v2"
 
 
@@ -62,7 +58,7 @@ async def test_without_a_pause_each_is_an_update(server: WebServer) -> None:
     await server.ok("/update_weights_from_distributed", body)
     assert server.scheduler.acts == ["Abort", "BeginUpdate", "LoadTensors", "VerifyUpdate", "CommitUpdate"]
     assert loads(server)[0].source == Broadcast(transfer="g", buffer_bytes=MOST_OFFSET)
-    assert actions(server)[3].partial
+    assert server.actions[3].partial
     assert await version(server) == "v1"
 
 
@@ -133,4 +129,4 @@ async def test_the_memory(server: WebServer, was_paused: bool) -> None:
 )
 async def test_what_cannot_be_meant_is_refused(server: WebServer, path: str, body: Any, param: str) -> None:
     assert (await server.error(path, body))["param"] == param
-    assert not actions(server)
+    assert not server.actions

@@ -9,7 +9,7 @@ import pytest
 from tests.drivers.until import until
 from tests.drivers.web_server import WebServer, web_server
 from tests.fakes.scheduler import FakeScheduler
-from toka_async.control import Control, Pause, ResetPrefixCache, Resume
+from toka_async.control import Pause, ResetPrefixCache, Resume
 
 TOKENS = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 400, "logprobs": 0}}
 
@@ -18,10 +18,6 @@ TOKENS = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 400, "logprobs"
 async def server() -> AsyncIterator[WebServer]:
     async with web_server(admin=True) as running:
         yield running
-
-
-def actions(server: WebServer) -> list[Any]:
-    return [message.action for message in server.scheduler.log if isinstance(message, Control)]
 
 
 async def test_pause_and_resume(server: WebServer) -> None:
@@ -38,7 +34,7 @@ async def test_pause_and_resume(server: WebServer) -> None:
 @pytest.mark.parametrize(("query", "resets"), [("", 1), ("?mode=wait", 1), ("?clear_cache=0", 0), ("?mode=keep", 0)])
 async def test_a_pause_clears_the_cache_unless_told_otherwise(server: WebServer, query: str, resets: int) -> None:
     await server.ok(f"/pause{query}", {})
-    assert sum(isinstance(action, ResetPrefixCache) for action in actions(server)) == resets
+    assert sum(isinstance(action, ResetPrefixCache) for action in server.actions) == resets
 
 
 async def test_aborted_requests_have_the_tokens_so_far() -> None:
@@ -83,9 +79,9 @@ async def test_a_request_that_has_not_begun_is_aborted_without_tokens(server: We
 
 async def test_the_cache(server: WebServer) -> None:
     assert await server.ok("/reset_prefix_cache", {"reset_running_requests": False}) == {"success": True}
-    assert actions(server) == [ResetPrefixCache()]
+    assert server.actions == [ResetPrefixCache()]
     await server.ok("/reset_prefix_cache?reset_running_requests=true&reset_external=true", {})
-    assert actions(server)[1:] == [Pause(mode="retract"), ResetPrefixCache(), Resume()]
+    assert server.actions[1:] == [Pause(mode="retract"), ResetPrefixCache(), Resume()]
     await server.ok("/pause?mode=keep", {})
     await server.ok("/reset_prefix_cache", {"reset_running_requests": True})
     assert await server.get("/is_paused") == (200, {"is_paused": True})
@@ -111,7 +107,7 @@ async def test_what_fails_is_said(server: WebServer) -> None:
 )
 async def test_what_cannot_be_meant_is_refused(server: WebServer, path: str, body: Any, param: str | None) -> None:
     assert (await server.error(path, body))["param"] == param
-    assert not actions(server)
+    assert not server.actions
 
 
 async def test_the_routes_are_closed_unless_opened() -> None:

@@ -9,7 +9,6 @@ import pytest
 from tests.drivers.web_server import WebServer, web_server
 from toka_async.control import (
     Broadcast,
-    Control,
     CudaBucket,
     Directory,
     GroupTransfer,
@@ -39,21 +38,17 @@ async def server() -> AsyncIterator[WebServer]:
         yield running
 
 
-def actions(server: WebServer) -> list[Any]:
-    return [message.action for message in server.scheduler.log if isinstance(message, Control)]
-
-
 def sent(server: WebServer) -> list[str]:
-    return [type(action).__name__ for action in actions(server)]
+    return [type(action).__name__ for action in server.actions]
 
 
 def loads(server: WebServer) -> list[LoadTensors]:
-    return [action for action in actions(server) if isinstance(action, LoadTensors)]
+    return [action for action in server.actions if isinstance(action, LoadTensors)]
 
 
 async def test_an_update_as_trl_sends_it(server: WebServer) -> None:
     await server.ok("/init_weight_transfer_engine", {"init_info": ADDRESS | {"packed": True}})
-    (opened,) = actions(server)
+    (opened,) = server.actions
     assert isinstance(opened, OpenTransfer)
     assert opened.transfer == NcclTransfer(
         name="vllm", address="10.0.0.1", port=5000, rank_offset=1, world_size=3, packed=True, buffer_bytes=1 << 30
@@ -87,7 +82,7 @@ async def test_other_ways_to_join(server: WebServer) -> None:
         "/init_weight_transfer_engine", {"init_info": given | {"nccl_unique_id_b64": b64encode(unique_id).decode()}}
     )
     await server.ok("/init_weight_transfer_engine", {"init_info": ADDRESS | {"backend": "gloo"}})
-    first, second = (action.transfer for action in actions(server))
+    first, second = (action.transfer for action in server.actions)
     assert (first.unique_id, first.address) == (unique_id, "")
     assert second == GroupTransfer(
         name="vllm", address="10.0.0.1", port=5000, rank_offset=1, world_size=3, backend="gloo"
@@ -198,4 +193,4 @@ async def test_what_fails_is_said_and_the_engine_stays_paused(server: WebServer)
 )
 async def test_what_cannot_be_meant_is_refused(server: WebServer, path: str, body: Any, param: str) -> None:
     assert (await server.error(path, body))["param"] == param
-    assert not actions(server)
+    assert not server.actions
