@@ -135,7 +135,8 @@ class PageRank:
         if self.ready.num_snapshots:
             self._begin_states(step)
         else:
-            assert not (step.admit_snapshots or step.save_slots)
+            assert not step.admit_snapshots
+            assert not step.save_slots
         sources, targets = as_i32(step.copy_sources), as_i32(step.copy_targets)
         assert np.unique(targets).size == targets.size
         self.pages[targets] = self.pages[sources]

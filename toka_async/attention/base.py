@@ -23,6 +23,17 @@ class PrefixGroup:
 
 
 @dataclass(slots=True, frozen=True)
+class ChunkStates:
+    """What layers with a recurrent state must know of the chunks, on the host.
+
+    slots: of each chunk. saves: chunk, tokens of it, and the number of the state in which its state after them is kept.
+    """
+
+    slots: Int32
+    saves: tuple[tuple[int, int, int], ...] = ()
+
+
+@dataclass(slots=True, frozen=True)
 class AttentionBatch:
     """The rows of one step: decoding rows (one token each) first, then chunks of prompts.
 
@@ -31,7 +42,7 @@ class AttentionBatch:
     contexts: the same on the device. slots: int64 [rows] on the device, each row's row of the page table. page_table:
     int32 [slots, width] on the device; entries past a slot's pages are any valid page. write_indices: int64 [tokens] on
     the device, where each token's key and value go: page * page_size + offset. groups: shared prefixes among the
-    decoding rows, in row order, not overlapping.
+    decoding rows, in row order, not overlapping. states: None: no layer has any, or nothing but rows that decode.
     """
 
     num_decode: int
@@ -42,6 +53,7 @@ class AttentionBatch:
     page_table: Tensor
     write_indices: Tensor
     groups: tuple[PrefixGroup, ...] = ()
+    states: ChunkStates | None = None
 
 
 @dataclass(slots=True, frozen=True)

@@ -77,7 +77,7 @@ def random_weights(decoder: Decoder, seed: int, show: Show = show_nothing) -> No
             continue
         dtype = part.target.dtype if is_float else torch.float32
         numbers = part.target.new_empty(part.shape, dtype=dtype).normal_(0.0, 0.02, generator=generator)
-        part.write(numbers[part.indices])
+        part.write(part.cut(numbers))
 
 
 @torch.inference_mode()
@@ -176,8 +176,7 @@ def _open_tensors(
 
 def _read(path: Path, name: str, part: WeightPart, tensor: Any) -> Tensor:
     _check(path, name, part, tensor)
-    values: Tensor = tensor[part.indices]
-    return values
+    return part.cut(tensor)
 
 
 def _check(path: Path, name: str, part: WeightPart, tensor: Any) -> None:

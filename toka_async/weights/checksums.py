@@ -25,8 +25,9 @@ def sum_parts(parts: Mapping[str, WeightPart], rank: int) -> Iterator[PartSum]:
         if values.dim() > len(part.shares):
             values = values[0]  # it is repeated
         if part.store is None:
-            where = ",".join(f"{share.start}+{share.size}" for share in part.shares)
-            total = sum_part(values, part.shape, [share.start for share in part.shares])
+            where = ",".join("+".join(f"{piece.start}+{piece.size}" for piece in share.pieces) for share in part.shares)
+            sums = (sum_part(values[cells], part.shape, starts) for cells, starts in part.list_cells())
+            total = sum(sums) % 2**64
         else:
             where, total = f"stored by {rank}", sum_part(values, values.shape, [0] * values.dim())
         yield PartSum(name, where, total)

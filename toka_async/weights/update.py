@@ -40,7 +40,7 @@ class WeightUpdate:
             self.written.add(name)
             part = self._parts.get(name)
             if part is not None and part.target.numel():
-                part.write(tensor[part.indices])
+                part.write(part.cut(tensor))
 
     @torch.inference_mode()
     def read_directory(self, path: str) -> None:

@@ -10,13 +10,13 @@ from toka_async.checkpoint.matrix_spec import MatrixSpec
 from toka_async.model.matrices.matrix import Matrix, Rows
 from toka_async.model.matrices.ops import Norm, Ops
 from toka_async.model.matrices.part import WeightPart, make_unset
-from toka_async.model.matrices.share import Share
+from toka_async.model.matrices.share import RowShare, Share
 
 
 class DenseMatrix(nn.Module):
     """A `Matrix` [n, k] of the model's dtype; it takes values as they are."""
 
-    def __init__(self, spec: MatrixSpec, outputs: Sequence[Share], inputs: Share, ops: Ops) -> None:
+    def __init__(self, spec: MatrixSpec, outputs: Sequence[RowShare], inputs: Share, ops: Ops) -> None:
         """outputs: the rank's part of each of the checkpoint's matrices."""
         super().__init__()
         self.spec = spec

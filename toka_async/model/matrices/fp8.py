@@ -18,7 +18,7 @@ from toka_async.model.matrices.matrix import Matrix, Rows
 from toka_async.model.matrices.ops import Norm, Ops
 from toka_async.model.matrices.part import WeightPart, make_unset
 from toka_async.model.matrices.scaling import FP8, dequantize, quantize
-from toka_async.model.matrices.share import Share, whole_of
+from toka_async.model.matrices.share import RowShare, Share, whole_of
 
 _LINE = 4  # scales that a row of blocks has a multiple of, as cuBLASLt reads them
 
@@ -29,7 +29,7 @@ class Fp8Matrix(nn.Module):
     It takes few rows as they are, and others quantized where there are kernels for that.
     """
 
-    def __init__(self, spec: MatrixSpec, outputs: Sequence[Share], inputs: Share, ops: Ops) -> None:
+    def __init__(self, spec: MatrixSpec, outputs: Sequence[RowShare], inputs: Share, ops: Ops) -> None:
         """outputs: the rank's part of each of the checkpoint's matrices; by blocks these are whole ones."""
         super().__init__()
         self.spec = spec
@@ -133,7 +133,7 @@ class Fp8Matrix(nn.Module):
 
 
 def list_scaled_parts(
-    quantization: Quantization, name: str, values: Tensor, scales: Tensor, share: Share, inputs: Share
+    quantization: Quantization, name: str, values: Tensor, scales: Tensor, share: RowShare, inputs: Share
 ) -> Iterator[tuple[str, WeightPart]]:
     """Yields where a checkpoint's matrix goes: the rank's outputs and inputs of it.
 

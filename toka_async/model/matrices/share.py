@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from toka_async.checkpoint.matrix_spec import Units
+from toka_async.checkpoint.matrix_spec import PackedUnits, Units
 
 
 class Place(Protocol):
@@ -43,6 +44,47 @@ class Share:
     def indices(self) -> slice:
         return slice(self.start, self.start + self.size)
 
+    @property
+    def pieces(self) -> tuple[Share, ...]:
+        return (self,)
+
+
+@dataclass(slots=True, frozen=True)
+class PiecedShare:
+    """A rank's part of `total` rows in several pieces, one after the other in this order."""
+
+    pieces: tuple[Share, ...]
+
+    @property
+    def total(self) -> int:
+        return self.pieces[0].total
+
+    @property
+    def size(self) -> int:
+        return sum(piece.size for piece in self.pieces)
+
+    def divided(self, num: int) -> PiecedShare:
+        """See `Share.divided`, for each piece."""
+        return PiecedShare(tuple(piece.divided(num) for piece in self.pieces))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all rows in their order, which has no pieces."""
+        return False
+
+
+RowShare = Share | PiecedShare
+
+
+def join_shares(shares: Sequence[Share]) -> RowShare:
+    """Joins parts of the same rows, in this order; those that follow each other are one piece."""
+    pieces: list[Share] = []
+    for share in shares:
+        if pieces and pieces[-1].start + pieces[-1].size == share.start:
+            share = Share(share.total, pieces[-1].start, pieces.pop().size + share.size)
+        pieces.append(share)
+    return pieces[0] if len(pieces) == 1 else PiecedShare(tuple(pieces))
+
 
 def whole_of(total: int) -> Share:
     """Returns the part that is all of it."""
@@ -54,6 +96,14 @@ def share_of(total: int, place: Place) -> Share:
     assert total % place.size == 0, f"{total} cannot be split over {place.size} ranks"
     size = total // place.size
     return Share(total, place.rank * size, size)
+
+
+def share_rows(units: Units | PackedUnits, place: Place) -> RowShare:
+    """Returns the rows of this rank's equal part of the units; see `share_units`."""
+    if isinstance(units, Units):
+        return share_units(units, place)
+    own = share_of(units.count, place)
+    return join_shares([Share(units.total, *each) for each in units.list_places(own.start, own.size)])
 
 
 def share_units(units: Units, place: Place) -> Share:
