@@ -86,11 +86,11 @@ def compute_by_token(
         state = cache.recurrent[slots[row], layer].double()
         newest = cache.inputs[slots[row], layer].double()
         for number in range(1, length + 1):
-            x, z = projected[token].double().split([shape.num_channels, shape.num_values])
+            x, z = projected[token].double().tensor_split([shape.num_channels])
             seen = torch.cat([newest, x[:, None]], 1)
             newest = seen[:, 1:]
             mixed = F.silu((seen * weights.convolution.double()).sum(1))
-            query, key, value = mixed.split([shape.num_keys, shape.num_keys, shape.num_values])
+            query, key, value = mixed.tensor_split([shape.num_keys, 2 * shape.num_keys])
             query, key = (_prepare(each, shape) for each in (query, key))
             value = value.view(shape.num_value_heads, -1)
             b, a = gates[token].double().chunk(2)
@@ -102,11 +102,9 @@ def compute_by_token(
             normed = read / (read.square().mean(1, keepdim=True) + weights.eps).sqrt() * weights.norm.double()
             outputs.append(normed.flatten() * F.silu(z))
             token += 1
-            kept = (
-                []
-                if batch.states is None
-                else [s for c, n, s in batch.states.saves if (c, n) == (row - batch.num_decode, number)]
-            )
+            assert batch.states is not None
+            place = (row - batch.num_decode, number)
+            kept = [cache.first_snapshot + each for chunk, end, each in batch.states.saves if (chunk, end) == place]
             for target in (*kept, *([slots[row]] if number == length else [])):
                 cache.recurrent[target, layer] = state.float()
                 cache.inputs[target, layer] = newest.to(cache.inputs.dtype)

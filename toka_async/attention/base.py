@@ -26,7 +26,7 @@ class PrefixGroup:
 class ChunkStates:
     """What layers with a recurrent state must know of the chunks, on the host.
 
-    slots: of each chunk. saves: chunk, tokens of it, and the number of the state in which its state after them is kept.
+    slots: of each chunk. saves: chunk, tokens of it, and the snapshot in which its state after them is kept.
     """
 
     slots: Int32
@@ -77,7 +77,7 @@ class AttentionBackend(Protocol):
         """Normalizes and rotates queries and keys, writes the tokens' keys and values, then attends.
 
         heads [tokens, heads + 2 kv_heads, dim]: queries, keys, values as projected. rotation: cos and signed sin, each
-        [tokens, 1, dim] (`model.rope`). Returns [tokens, heads, dim]. A row may read what another row writes.
+        [tokens, 1, turned] (`model.rope`). Returns [tokens, heads, dim]. A row may read what another row writes.
         """
         ...
 

@@ -20,9 +20,9 @@ RotationFunction = Callable[[Tensor, Tensor, float, torch.dtype], tuple[Tensor, 
 def compute_rotation(
     positions: Tensor, inverse_frequencies: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Turns positions [t] into cos and signed sin times the scale, each [t, 1, dim] in the dtype.
+    """Turns positions [t] into cos and signed sin times the scale, each [t, 1, turned] in the dtype.
 
-    inverse_frequencies: float32 [dim / 2]. The first half of the sin is negated.
+    inverse_frequencies: float32 [turned / 2]. The first half of the sin is negated.
     """
     angles = positions[:, None].float() * inverse_frequencies  # [t, dim / 2]
     cos, sin = angles.cos(), angles.sin()
@@ -40,20 +40,24 @@ class Rope(nn.Module):
     def __init__(self, spec: RopeSpec | None, dim: int, compute: RotationFunction = compute_rotation) -> None:
         """spec: None: nothing turns. dim: of a head."""
         super().__init__()
+        dim = dim if spec is None else spec.count_turned(dim)
         frequencies = torch.zeros(dim // 2, device="cpu") if spec is None else compute_frequencies(spec, dim)
         self.register_buffer("inverse_frequencies", frequencies.to(torch.get_default_device()), persistent=False)
         self.scale = 1.0 if spec is None else compute_scale(spec)
         self._compute = compute
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Turns positions [t] into cos and signed sin, each [t, 1, dim]."""
+        """Turns positions [t] into cos and signed sin, each [t, 1, turned]: of the dimensions of a head that turn."""
         return self._compute(positions, self.inverse_frequencies, self.scale, dtype)
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates heads [t, heads, dim]: dimension i pairs with i + dim / 2."""
+    """Rotates heads [t, heads, dim]: of the first dimensions, which turn, i pairs with i + turned / 2."""
     cos, sin = rotation
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+    turned = cos.shape[-1]
+    if turned < x.shape[-1]:
+        return torch.cat([rotate(x[..., :turned], rotation), x[..., turned:]], dim=-1)
+    return torch.addcmul(x * cos, x.roll(turned // 2, dims=-1), sin)
 
 
 def compute_frequencies(spec: RopeSpec, dim: int) -> Tensor:

@@ -43,6 +43,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     head_norm: HeadNormSpec | None = None
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    rope_part: float | None = None  # of a head that turns, where none is named; None: all of it does
     windows: Windows = "none"  # all_if_used: use_sliding_window; by_layer: also max_window_layers, layer_types
     window: int = 4096  # where none is named; 0: none
     experts: ExpertsFamily | None = None

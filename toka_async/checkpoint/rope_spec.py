@@ -19,6 +19,7 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     theta: float = 10000.0
     kind: RopeKind = "default"
+    part: float = 1.0  # of a head's dimensions, from the first on, that turn
     factor: float = 1.0  # linear, llama3, yarn
     original_max_position: int = 0  # llama3, yarn: positions of the pre-training
     low_freq_factor: float = 1.0  # llama3
@@ -30,6 +31,10 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     mscale_all_dim: float = 0.0  # yarn; 0: not used
     truncate: bool = True  # yarn: round the range of corrected dimensions to whole ones
 
+    def count_turned(self, head_dim: int) -> int:
+        """Counts the dimensions of a head that turn."""
+        return int(head_dim * self.part)
+
     def max_context(self, max_positions: int) -> int:
         """Returns the tokens of a sequence; linear and yarn stretch `max_position_embeddings`."""
         if self.kind == "linear":
@@ -39,13 +44,28 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
         return max_positions
 
 
-def read_rope(file: JsonFile, max_positions: int, theta: float = 10000.0) -> RopeSpec:
-    """theta: where none is named. Raises ModelError for a kind or parameter that is not supported."""
+def read_rope(file: JsonFile, max_positions: int, theta: float = 10000.0, part: float | None = None) -> RopeSpec:
+    """theta, part: where none is named; a part of None: it must be 1.
+
+    Raises ModelError for a kind or parameter that is not supported.
+    """
     name = "rope_scaling" if file.has("rope_scaling") else "rope_parameters"
     rope = file.section(name)
     theta = rope.number("rope_theta", file.number("rope_theta", theta), least=1.0)
     kind = rope.text("rope_type", rope.text("type", "default"))
-    _check(file, name, rope, kind)
+    if kind not in get_args(RopeKind):
+        raise rope.error("rope_type", f"{kind!r} is not supported; supported: {', '.join(get_args(RopeKind))}")
+    if any(isinstance(value, dict) for value in rope.fields.values()):
+        raise file.error(name, "differs by layer type, which is not supported")
+    named = rope.number("partial_rotary_factor", file.number("partial_rotary_factor", part or 1.0))
+    if part is None and named != 1:
+        raise file.error("partial_rotary_factor", "other than 1 is not supported")
+    if not 0 < named <= 1:
+        raise file.error("partial_rotary_factor", f"is {named:g}: expected a number above 0, of at most 1")
+    return msgspec.structs.replace(_read_kind(file, rope, max_positions, theta, kind), part=named)
+
+
+def _read_kind(file: JsonFile, rope: JsonFile, max_positions: int, theta: float, kind: str) -> RopeSpec:
     if kind == "linear":
         return RopeSpec(theta=theta, kind="linear", factor=rope.number("factor", least=1.0))
     original = rope.integer("original_max_position_embeddings", max_positions)
@@ -56,16 +76,6 @@ def read_rope(file: JsonFile, max_positions: int, theta: float = 10000.0) -> Rop
     if kind == "yarn":
         return _yarn(rope, theta, original, max_positions)
     return RopeSpec(theta=theta)
-
-
-def _check(file: JsonFile, name: str, rope: JsonFile, kind: str) -> None:
-    if kind not in get_args(RopeKind):
-        raise rope.error("rope_type", f"{kind!r} is not supported; supported: {', '.join(get_args(RopeKind))}")
-    if any(isinstance(value, dict) for value in rope.fields.values()):
-        raise file.error(name, "differs by layer type, which is not supported")
-    for fields in (rope, file):
-        if fields.number("partial_rotary_factor", 1.0) != 1.0:
-            raise file.error("partial_rotary_factor", "other than 1 is not supported")
 
 
 def _llama3(rope: JsonFile, theta: float, original: int) -> RopeSpec:

@@ -109,7 +109,7 @@ def read_spec(model_dir: Path, quantize: str = "none") -> ModelSpec:
         raise file.error("model_type", f"{name!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
     num_layers = file.integer("num_hidden_layers", most=MOST_LAYERS)
     max_positions = file.integer("max_position_embeddings", family.max_positions)
-    rope = read_rope(file, max_positions, family.rope_theta)
+    rope = read_rope(file, max_positions, family.rope_theta, family.rope_part)
     bos = file.token_ids("bos_token_id", family.bos_token_ids)
     spec = ModelSpec(
         family=name,

@@ -35,7 +35,7 @@ class StateCache:
         """dtype: of inputs. can_sleep: a GPU's memory can be given back and taken again."""
         self.shape = shape
         self.padding = max_seqs
-        self.num_snapshots = num_snapshots
+        self.first_snapshot = max_seqs + 1
         self.device = device
         num_states = max_seqs + 1 + num_snapshots
         recurrent = (num_states, num_layers, shape.num_value_heads, shape.key_dim, shape.value_dim)
@@ -52,10 +52,6 @@ class StateCache:
             self.inputs = torch.zeros(inputs, dtype=dtype, device=device)
         self._is_released = False
 
-    def locate_snapshot(self, snapshot: int) -> int:
-        """Returns the number of a snapshot's state."""
-        return self.padding + 1 + snapshot
-
     def begin(self, slots: Int32, snapshots: Int32) -> None:
         """Begins rows with the states of snapshots; -1: without a state, which is zeros."""
         for snapshot in sorted(set(snapshots.tolist())):
@@ -64,7 +60,7 @@ class StateCache:
                 if snapshot < 0:
                     states.index_fill_(0, targets, 0)
                 else:
-                    source = states[self.locate_snapshot(snapshot)]
+                    source = states[self.first_snapshot + snapshot]
                     states.index_copy_(0, targets, source.expand(len(targets), *source.shape))
 
     def release(self) -> None:

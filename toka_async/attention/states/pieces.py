@@ -17,23 +17,23 @@ from toka_async.attention.base import AttentionBatch
 class ChunkPieces:
     """The pieces of all chunks, in order.
 
-    pieces: int32 [p, 3]: its first among the tokens of all chunks, its tokens, and the state in which the one behind it
-    is kept, or -1. chunks: int32 [k, 3]: its first piece, its pieces, and its slot.
+    pieces: int32 [p, 3]: its first among the tokens of all chunks, its tokens, and the number of the state in which the
+    one behind it is kept, or -1. chunks: int32 [k, 3]: its first piece, its pieces, and its slot.
     """
 
     pieces: Int32
     chunks: Int32
 
 
-def cut_chunks(batch: AttentionBatch, most_tokens: int) -> ChunkPieces:
-    """Cuts the batch's chunks into pieces of at most so many tokens."""
+def cut_chunks(batch: AttentionBatch, most_tokens: int, first_snapshot: int) -> ChunkPieces:
+    """Cuts the batch's chunks into pieces of at most so many tokens. first_snapshot: the number of its state."""
     states, first = batch.states, 0
     lengths = batch.query_lengths[batch.num_decode :].tolist()
     pieces: list[tuple[int, int, int]] = []
     chunks: list[tuple[int, int, int]] = []
     if states is not None:
         for number, (slot, length) in enumerate(zip(states.slots.tolist(), lengths, strict=True)):
-            kept = {end: state for chunk, end, state in states.saves if chunk == number}
+            kept = {end: first_snapshot + kept for chunk, end, kept in states.saves if chunk == number}
             num_before, start = len(pieces), 0
             for stop in sorted({*kept, length}):
                 while start < stop:

@@ -27,7 +27,7 @@ class TorchStateOps:
 
     def plan(self, batch: AttentionBatch) -> None:
         self._slots = batch.slots[: batch.num_decode]
-        self._cut = cut_chunks(batch, PIECE)
+        self._cut = cut_chunks(batch, PIECE, self._cache.first_snapshot)
 
     def plan_graph(self, batch: AttentionBatch) -> None:  # noqa: ARG002
         raise AssertionError("plain torch is not captured")

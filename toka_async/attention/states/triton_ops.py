@@ -30,7 +30,7 @@ class TritonStateOps:
         if batch.states is None or not lengths.size:
             self._chunks = self._chunks[:0]
             return
-        cut = cut_chunks(batch, PIECE)
+        cut = cut_chunks(batch, PIECE, self._cache.first_snapshot)
         firsts = np.repeat(np.cumsum(lengths) - lengths, lengths)
         offsets = (np.arange(firsts.size) - firsts).astype(np.int32)
         parts = cut.pieces.ravel(), cut.chunks.ravel(), np.repeat(batch.states.slots, lengths), offsets
