@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
+from toka_async.checkpoint.matrix_spec import MatrixSpec, PackedUnits, Units
 from toka_async.checkpoint.rope_spec import RopeSpec
 
 
@@ -72,10 +72,13 @@ class AttentionSpec(msgspec.Struct, frozen=True, tag="attention", kw_only=True):
         """Returns query, key and value as one, and the output."""
         queries, keys = Units(self.num_heads, self.head_dim), Units(self.num_kv_heads, self.head_dim)
         hidden = Units(hidden_size)
+        first: Units | PackedUnits = queries
+        if self.gated:  # a head's query and its gate; on a rank all gates come first, so that other heads lie together
+            first = PackedUnits(self.num_heads, (self.head_dim, self.head_dim), by_unit=True, order=(1, 0))
         return (
             MatrixSpec(
                 names=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-                outputs=(queries, keys, keys),
+                outputs=(first, keys, keys),
                 inputs=hidden,
                 split="outputs",
                 bias=self.bias,
@@ -93,7 +96,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, tag="attention", kw_only=True):
 
     def count_values(self) -> int:
         """Counts a token's values that are alive at once, beside the layer's input: projections, before and after."""
-        return 2 * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return 2 * (self.num_heads * (1 + self.gated) + 2 * self.num_kv_heads) * self.head_dim
 
     def count_weights(self) -> int:
         """Counts the parameters beside the matrices."""

@@ -11,19 +11,22 @@ from pathlib import Path
 import msgspec
 
 from toka_async.checkpoint.attention_spec import AttentionSpec
+from toka_async.checkpoint.delta_net_spec import DeltaNetSpec
 from toka_async.checkpoint.experts_spec import ExpertsFeedSpec
-from toka_async.checkpoint.families import FAMILIES, ExpertsFamily, Family
+from toka_async.checkpoint.families import FAMILIES, DeltaNetFamily, ExpertsFamily, Family
 from toka_async.checkpoint.json_file import JsonFile, ModelError
-from toka_async.checkpoint.layer_spec import DenseFeedSpec, FeedSpec, LayerSpec, NormSpec
+from toka_async.checkpoint.layer_spec import DenseFeedSpec, FeedSpec, LayerSpec, MixerSpec, NormSpec
 from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
 from toka_async.checkpoint.quantization import MADE_AT_LOAD, Quantization, read_quantization
 from toka_async.checkpoint.rope_spec import RopeSpec, read_rope
+from toka_async.checkpoint.text_part import find_text_config
 
 __all__ = ["ModelError", "ModelSpec", "RopeSpec", "read_spec"]
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 DTYPES = ("float32", "bfloat16", "float16")
 MOST_LAYERS, MOST_HEADS = 4096, 65536  # far beyond any model; objects for more would take all memory
+_KINDS = ("linear_attention", "full_attention")  # of layers that have a state, or keys and values
 MOST_EXPERTS = 1024  # of a layer, likewise; a kernel compares the scores of all of a token's
 
 
@@ -65,6 +68,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.attentions[0]
 
     @property
+    def recurrences(self) -> tuple[DeltaNetSpec, ...]:
+        """Those of the layers that keep a state for each sequence, in order; they are alike."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaNetSpec))
+
+    def count_state_bytes(self, itemsize: int) -> int:
+        """Counts the bytes of a sequence's states. itemsize: of a value of the model's dtype."""
+        return sum(recurrence.count_state_bytes(itemsize) for recurrence in self.recurrences)
+
+    @property
     def windows(self) -> tuple[int, ...]:
         """Those of `attentions`."""
         return tuple(attention.window for attention in self.attentions)
@@ -102,7 +114,7 @@ def read_spec(model_dir: Path, quantize: str = "none") -> ModelSpec:
 
     quantize: a key of `MADE_AT_LOAD`, or "none": weights have the checkpoint's format.
     """
-    file = JsonFile(model_dir / "config.json")
+    file = find_text_config(JsonFile(model_dir / "config.json"))
     name = file.text("model_type")
     family = FAMILIES.get(name)
     if family is None:
@@ -115,11 +127,9 @@ def read_spec(model_dir: Path, quantize: str = "none") -> ModelSpec:
         family=name,
         vocab_size=file.integer("vocab_size"),
         hidden_size=file.integer("hidden_size"),
-        norm=NormSpec(file.number("rms_norm_eps", family.norm_eps)),
+        norm=NormSpec(file.number("rms_norm_eps", family.norm_eps), family.norm_adds_one),
         tie_embeddings=file.flag("tie_word_embeddings", False),
-        layers=tuple(
-            map(LayerSpec, _read_attentions(file, family, num_layers, rope), _feeds(file, family, num_layers))
-        ),
+        layers=tuple(map(LayerSpec, _read_mixers(file, family, num_layers, rope), _feeds(file, family, num_layers))),
         max_context=rope.max_context(max_positions),
         dtype=_one_of(file, "dtype" if file.has("dtype") else "torch_dtype", "float32", DTYPES),
         bos_token_id=bos[0] if bos else None,
@@ -154,8 +164,43 @@ def _quantize(spec: ModelSpec, quantization: Quantization | None) -> ModelSpec:
     return msgspec.structs.replace(spec, layers=tuple(layers))
 
 
-def _read_attentions(file: JsonFile, family: Family, num_layers: int, rope: RopeSpec) -> list[AttentionSpec]:
+def _read_mixers(file: JsonFile, family: Family, num_layers: int, rope: RopeSpec) -> list[MixerSpec]:
     """Returns each layer's."""
+    attentions = _read_attentions(file, family, num_layers, rope)
+    if family.delta_net is None:
+        return [*attentions]
+    recurrence = _read_delta_net(file, family.delta_net)
+    interval = file.integer("full_attention_interval", family.delta_net.interval)
+    kinds: list[object] = [_KINDS[(layer + 1) % interval == 0] for layer in range(num_layers)]
+    if file.has("layer_types"):
+        kinds = _layer_types(file, num_layers)
+    for kind in kinds:
+        if kind not in _KINDS:
+            raise file.error("layer_types", f"has {kind!r}; supported: {', '.join(_KINDS)}")
+    if _KINDS[1] not in kinds:
+        raise file.error("layer_types", f"has no {_KINDS[1]}; a model of recurrent layers alone is not supported")
+    return [attention if kind == _KINDS[1] else recurrence for kind, attention in zip(kinds, attentions, strict=True)]
+
+
+def _read_delta_net(file: JsonFile, family: DeltaNetFamily) -> DeltaNetSpec:
+    key_heads = file.integer("linear_num_key_heads", family.num_key_heads, most=MOST_HEADS)
+    value_heads = file.integer("linear_num_value_heads", family.num_value_heads, most=MOST_HEADS)
+    if value_heads % key_heads:
+        raise file.error(
+            "linear_num_value_heads", f"({value_heads}) is not a multiple of linear_num_key_heads ({key_heads})"
+        )
+    return DeltaNetSpec(
+        num_key_heads=key_heads,
+        num_value_heads=value_heads,
+        key_dim=file.integer("linear_key_head_dim", family.key_dim),
+        value_dim=file.integer("linear_value_head_dim", family.value_dim),
+        width=file.integer("linear_conv_kernel_dim", family.width, least=2),
+        by_head=family.by_head,
+    )
+
+
+def _read_attentions(file: JsonFile, family: Family, num_layers: int, rope: RopeSpec) -> list[AttentionSpec]:
+    """Returns what each layer has if it has attention."""
     num_heads, num_kv_heads, head_dim = _heads(file, family)
     alike = AttentionSpec(
         num_heads=num_heads,
@@ -165,7 +210,11 @@ def _read_attentions(file: JsonFile, family: Family, num_layers: int, rope: Rope
         bias=_bias(file, "attention_bias", family.qkv_bias),
         output_bias=_bias(file, "attention_bias", family.output_bias),
         head_norm=family.head_norm,
+        gated=family.gated,
     )
+    if rope.count_turned(head_dim) % 2:
+        turned = rope.count_turned(head_dim)
+        raise file.error("partial_rotary_factor", f"turns {turned} dimensions of a head: expected an even number")
     return [msgspec.structs.replace(alike, window=window) for window in _windows(file, family, num_layers)]
 
 
@@ -238,7 +287,10 @@ def _read_experts(file: JsonFile, family: ExpertsFamily, activation: str) -> Exp
         activation=activation,
         num_experts=num_experts,
         top_k=top_k,
-        renormalizes=file.flag("norm_topk_prob", False) if renormalizes is None else renormalizes,
+        renormalizes=(
+            file.flag("norm_topk_prob", family.renormalizes_unsaid) if renormalizes is None else renormalizes
+        ),
+        shared=file.integer("shared_expert_intermediate_size", family.shared) if family.shared else 0,
         names=family.names,
     )
 

@@ -32,7 +32,8 @@ def append(
 
     heads [tokens, heads + 2 kv_heads, dim], a token's contiguous. rotation: cos and signed sin (the first half of the
     sin negated), [tokens, 1, turned] each: of the first dimensions, which turn, i pairs with i + turned / 2. keys,
-    values: one layer of the cache [pages, kv_heads, page_size, dim]. write_indices int64 [tokens]: page * page_size + offset.
+    values: one layer of the cache [pages, kv_heads, page_size, dim]. write_indices int64 [tokens]: page * page_size +
+    offset.
     norm_weight [heads + kv_heads, dim]: RMSNorm of each query and key head first (arXiv:1910.07467). scales: if the
     cache stores E4M3, keys and values are divided by these, and saturate.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 from toka_async.attention.base import AttentionBackend
@@ -16,7 +17,7 @@ from toka_async.model.matrices.build import build_matrix
 from toka_async.model.matrices.matrix import MatrixUse
 from toka_async.model.matrices.ops import Ops
 from toka_async.model.matrices.part import WeightPart
-from toka_async.model.matrices.share import share_units
+from toka_async.model.matrices.share import share_rows, share_units
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -33,9 +34,11 @@ class Attention(nn.Module):
         self.qkv = build_matrix(qkv, comm, ops)
         self.head_norm: HeadNorm | None = None
         if attention.head_norm is not None:
-            queries, keys, _ = (share_units(units, comm).size // self.dim for units in qkv.outputs)
+            _, keys, _ = (share_rows(units, comm).size // self.dim for units in qkv.outputs)
+            queries = share_units(output.inputs, comm).size // self.dim
             self.head_norm = HeadNorm(queries, keys, self.dim, spec.norm.eps, attention.head_norm.adds_one)
         self.output = build_matrix(output, comm, ops)
+        self.num_gates = self.output.shape[1] if attention.gated else 0
 
     def forward(
         self,
@@ -49,10 +52,13 @@ class Attention(nn.Module):
         """Returns each token's mix of the values that it sees, [t, heads * dim]. See `Mixer`."""
         rows, residual = norm.prepare(hidden, residual, self.qkv, layout)
         num_tokens = len(rotation[0])
-        heads = layout.trim(layout.column(rows, self.qkv), num_tokens)
-        heads = heads.view(num_tokens, -1, self.dim)  # [t, heads + 2 kv_heads, dim]
+        projected = layout.trim(layout.column(rows, self.qkv), num_tokens)
+        heads = projected[:, self.num_gates :].unflatten(1, (-1, self.dim))  # [t, heads + 2 kv_heads, dim]
         head_norm = self.head_norm() if self.head_norm is not None else None
-        return backend.attend(self.index, heads, rotation, head_norm).flatten(1), residual
+        mixed = backend.attend(self.index, heads, rotation, head_norm).flatten(1)
+        if self.num_gates:
+            mixed = mixed * torch.sigmoid(projected[:, : self.num_gates])
+        return mixed, residual
 
     def uses(self, normed: bool) -> Iterator[MatrixUse]:
         yield MatrixUse(self.qkv, normed=normed)

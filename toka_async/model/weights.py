@@ -27,6 +27,7 @@ from toka_async.model.comm import Comm, LocalComm
 from toka_async.model.decoder import Decoder
 from toka_async.model.matrices.ops import Ops, TorchOps
 from toka_async.model.matrices.part import WeightPart
+from toka_async.model.stored_names import StoredSlice, list_stored_parts
 
 
 def build_decoder(
@@ -165,11 +166,13 @@ def _open_tensors(
     for path in weight_files(model_dir):
         try:
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                    if name in parts:
-                        yield path, name, file.get_slice(name)
-                    else:
-                        _check_unexpected(path, name, decoder.part)
+                for stored in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                    tensor = file.get_slice(stored)
+                    for part in list_stored_parts(stored, tensor.get_shape(), parts):
+                        if part.name in parts:
+                            yield path, part.name, StoredSlice(part, tensor)
+                        else:
+                            _check_unexpected(path, part.name, decoder.part)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: is not a readable safetensors file ({error}); download it again") from None
 

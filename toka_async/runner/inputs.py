@@ -34,16 +34,13 @@ class StepModel(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
-NO_SAVES: Int64 = np.empty((0, 3), np.int64)
-
-
 @dataclass(slots=True, frozen=True)
 class StepRows:
     """The rows of a step on the host: decoding rows first, then chunks. Each array has one entry per row.
 
     slots: int32. lengths: int32, tokens in this step. contexts: int64, tokens of the row, this step's included. firsts:
     int64, the row's first token in the step. samples: bool, whether a token is sampled from the row's last position.
-    saves: of the whole step, [v, 3]: a slot whose recurrent state is kept once it has so many tokens, in a snapshot.
+    saves: of the whole step: a slot, after how many of its tokens its recurrent state is kept, and in which snapshot.
     """
 
     num_decode: int
@@ -52,7 +49,7 @@ class StepRows:
     contexts: Int64
     firsts: Int64
     samples: Bool
-    saves: Int64 = NO_SAVES
+    saves: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -99,10 +96,8 @@ def make_step_rows(rows: RowTables, step: Step) -> StepRows:
         slots = np.concatenate([rows.order, as_i32(step.chunk_slots)])
         lengths = np.concatenate([np.ones(num_decode, dtype=np.int32), as_i32(step.chunk_lengths)])
         samples = np.concatenate([np.ones(num_decode, dtype=np.bool_), as_bool(step.chunk_samples)])
-    contexts, saves = rows.positions[slots] + lengths, NO_SAVES
-    if step.save_slots:
-        kept = as_i32(step.save_slots)
-        saves = np.stack([kept, rows.positions[kept] + as_i32(step.save_lengths), as_i32(step.save_snapshots)], 1)
+    contexts, kept = rows.positions[slots] + lengths, as_i32(step.save_slots)
+    ends = rows.positions[kept] + as_i32(step.save_lengths)
     assert (contexts <= rows.num_pages[slots] * rows.page_size).all(), "a row's pages do not hold its tokens"
     return StepRows(
         num_decode=num_decode,
@@ -111,7 +106,7 @@ def make_step_rows(rows: RowTables, step: Step) -> StepRows:
         contexts=contexts,
         firsts=np.cumsum(lengths, dtype=np.int64) - lengths,
         samples=samples,
-        saves=saves,
+        saves=tuple(zip(kept.tolist(), ends.tolist(), as_i32(step.save_snapshots).tolist(), strict=True)),
     )
 
 
@@ -167,7 +162,7 @@ def _find_saves(step_rows: StepRows) -> ChunkStates:
     first = step_rows.num_decode
     slots, lengths, ends = step_rows.slots[first:], step_rows.lengths[first:], step_rows.contexts[first:]
     saves = []
-    for slot, position, snapshot in step_rows.saves.tolist():
+    for slot, position, snapshot in step_rows.saves:
         chunks = np.flatnonzero((slots == slot) & (ends - lengths < position) & (position <= ends)).tolist()
         saves += [(chunk, int(position - ends[chunk] + lengths[chunk]), snapshot) for chunk in chunks]
     return ChunkStates(slots, tuple(saves))

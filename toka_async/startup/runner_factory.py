@@ -22,9 +22,16 @@ from toka_async.attention.flashinfer import FAILURES, explain_failure, explain_n
 from toka_async.attention.invariant.backend import build_invariant_attention
 from toka_async.attention.kv_cache import E4M3, CacheFormat, KVCache, bytes_per_token, make_cache
 from toka_async.attention.modules import ModuleRequest, find_missing, list_architectures, make_module_request
+from toka_async.attention.states.build import add_states, build_states, explain_no_states
 from toka_async.bar import show_nothing
 from toka_async.checkpoint.division import group_experts, make_rank_spec, make_stage_spec, stage_parts
-from toka_async.checkpoint.limits import DeviceKind, RankLimits, resolve_limits, resolve_num_pages
+from toka_async.checkpoint.limits import (
+    DeviceKind,
+    RankLimits,
+    resolve_limits,
+    resolve_num_pages,
+    resolve_num_snapshots,
+)
 from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.config import Config
 from toka_async.grammars.matchers import RowMatchers, count_mask_threads
@@ -128,6 +135,9 @@ class RunnerFactory:
                 lock_gpu(name_gpu(self.device))
             self.groups = make_groups(coords, self.device)
         check_weight_formats(spec, self.device)
+        reason = explain_no_states(self.device, config.model.batch_invariant) if spec.recurrences else ""
+        if reason:
+            raise ModelError(reason)
         self.kind: DeviceKind = "cuda" if self.device.type == "cuda" else "cpu"
         self.invariant = config.model.batch_invariant
         if self.invariant and coords.size > 1:
@@ -195,7 +205,8 @@ class RunnerFactory:
         """Makes what a trainer controls. rank: in the replica. number: among all ranks of all replicas."""
         assert isinstance(runner.model, Decoder)
         assert isinstance(runner.cache, KVCache)
-        return RankControl(runner.model, self.spec, runner.cache, rank, self.coords.rank, number)
+        caches = [runner.cache] if runner.states is None else [runner.cache, runner.states]
+        return RankControl(runner.model, self.spec, caches, rank, self.coords.rank, number)
 
     def describe_kept(self) -> str:
         """Describes what a build left on the disk for later starts, and what it could not leave there."""
@@ -348,6 +359,7 @@ class RunnerFactory:
                 share,
                 self.coords.num_micro_batches,
                 self.cache_format.dtype,
+                resolve_num_snapshots(cache, self.counted_spec, tried.max_seqs),
             )
 
         fitting = fit_limits(self.limits, schedule, check)
@@ -459,6 +471,10 @@ class RunnerFactory:
                 with_flashinfer=with_flashinfer,
                 show=show,
             )
+        num_snapshots = resolve_num_snapshots(self.config.cache, self.spec, limits.max_seqs)
+        states = build_states(spec, limits.max_seqs, num_snapshots, self.dtype, self.device, can_sleep)
+        if states is not None:
+            attention = add_states(attention, states)
         group_min_seqs, group_min_tokens = self.groups.world.agree(attention.smallest_group, tuple[int, int])
         ready = Ready(
             num_pages=num_pages,
@@ -467,6 +483,7 @@ class RunnerFactory:
             max_context=limits.max_context if choose is None else min(limits.max_context, num_pages * page_size),
             vocab_size=spec.vocab_size,
             max_tokens=limits.max_tokens,
+            num_snapshots=num_snapshots,
             group_min_seqs=group_min_seqs,
             group_min_tokens=group_min_tokens,
             async_tp_min_tokens=decoder.layouts.min_tokens,
@@ -489,6 +506,7 @@ class RunnerFactory:
             stage,
             compiles,
             make_load_counter(decoder, self.device),
+            states,
         )
 
     def _make_matchers(self) -> RowMatchers | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from toka_async.checkpoint.json_file import ModelError
 from toka_async.model.decoder import Decoder
 from toka_async.model.matrices.part import WeightPart
+from toka_async.model.stored_names import list_stored_parts
 from toka_async.model.weights import check_tensors, load_tensors
 from toka_async.transfer.tensors import TensorInfo
 from toka_async.weights.catalog import UpdateError, WeightCatalog
@@ -37,10 +38,11 @@ class WeightUpdate:
     def write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Writes tensors that were checked."""
         for name, tensor in tensors:
-            self.written.add(name)
-            part = self._parts.get(name)
-            if part is not None and part.target.numel():
-                part.write(part.cut(tensor))
+            for stored in list_stored_parts(name, tensor.shape, self._catalog.tensors):
+                self.written.add(stored.name)
+                part = self._parts.get(stored.name)
+                if part is not None and part.target.numel():
+                    part.write(part.cut(stored.view(tensor)))
 
     @torch.inference_mode()
     def read_directory(self, path: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from math import prod
 
+import numpy as np
 import torch
 
 from toka_async.arrays import Int32
@@ -53,14 +54,17 @@ class StateCache:
         self._is_released = False
 
     def begin(self, slots: Int32, snapshots: Int32) -> None:
-        """Begins rows with the states of snapshots; -1: without a state, which is zeros."""
+        """Begins rows with the states of snapshots; -1, or no snapshots: without a state, which is zeros."""
+        snapshots = snapshots if snapshots.size else np.full_like(slots, -1)
         for snapshot in sorted(set(snapshots.tolist())):
             targets = torch.from_numpy(slots[snapshots == snapshot].astype("int64")).to(self.device)
             for states in (self.recurrent, self.inputs):
                 if snapshot < 0:
                     states.index_fill_(0, targets, 0)
                 else:
-                    source = states[self.first_snapshot + snapshot]
+                    source = states[
+                        self.first_snapshot + snapshot
+                    ].clone()  # index_copy_ takes no part of its own memory
                     states.index_copy_(0, targets, source.expand(len(targets), *source.shape))
 
     def release(self) -> None:

@@ -1,0 +1,77 @@
+"""What a checkpoint or a trainer calls a model's tensors, where that is not what the model's parts are called.
+
+A language model may be a part of a larger one, and the matrices of all experts may be one tensor [experts, rows,
+columns], with those of gate above those of up. Knows names and shapes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from toka_async.checkpoint.text_part import find_text_name
+
+_STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+@dataclass(slots=True, frozen=True)
+class StoredPart:
+    """A tensor of the model in a stored one. expert: its first index there, or -1: it is the stored one itself.
+
+    first, size: rows of the expert.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    expert: int = -1
+    first: int = 0
+    size: int = 0
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """Views it in the stored tensor."""
+        return tensor if self.expert < 0 else tensor[self.expert, self.first : self.first + self.size]
+
+
+def list_stored_parts(name: str, shape: Sequence[int], known: Container[str]) -> list[StoredPart]:
+    """Lists the tensors of the model in a stored one; one under its own name if it is none of `known`."""
+    own = find_text_name(name)
+    match = _STACKED.fullmatch(own)
+    if own in known or match is None or len(shape) != 3:
+        return [StoredPart(own, tuple(shape))]
+    matrices, (experts, rows, columns) = _MATRICES[match[2]], shape
+    size = rows // len(matrices)
+    return [
+        StoredPart(f"{match[1]}.{expert}.{matrix}.weight", (size, columns), expert, place * size, size)
+        for expert in range(experts)
+        for place, matrix in enumerate(matrices)
+    ]
+
+
+@dataclass(slots=True, frozen=True)
+class StoredSlice:
+    """A `StoredPart` of a slice of a safetensors file, which is read as one."""
+
+    part: StoredPart
+    stored: Any
+
+    def get_shape(self) -> tuple[int, ...]:
+        return self.part.shape
+
+    def get_dtype(self) -> str:
+        dtype: str = self.stored.get_dtype()
+        return dtype
+
+    def __getitem__(self, indices: tuple[slice, ...]) -> Tensor:
+        part = self.part
+        if part.expert < 0:
+            whole: Tensor = self.stored[indices]
+            return whole
+        rows, columns = indices
+        moved = slice(part.first + rows.start, part.first + rows.stop)
+        values: Tensor = self.stored[part.expert : part.expert + 1, moved, columns]
+        return values[0]
