@@ -47,12 +47,32 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text")
+_HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+_SHARED = {"moe_intermediate_size": 20, "shared_expert_intermediate_size": 24}
+_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
 
 
 _EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40},
+    "qwen3_next": _HYBRID | _SHARED | {"num_experts": 8, "num_experts_per_tok": 3},
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5": _HYBRID,
+    "qwen3_5_moe_text": _HYBRID | _SHARED | {"num_experts": 6, "num_experts_per_tok": 2},
 }
 
 
@@ -73,10 +93,22 @@ def make_checkpoint(folder: Path, family: str, seed: int = 0, **overrides: Any) 
     if family == "mistral":
         config.setdefault("sliding_window", None)
     config = {name: value for name, value in config.items() if value is not ...}
+    tensors = random_tensors(config, seed)
+    if family == "qwen3_5":
+        config, tensors = _wrap(config, tensors)
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(random_tensors(config, seed), folder / "model.safetensors", {"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     write_tokenizer(folder)
     return folder
+
+
+def _wrap(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The configuration and tensors of a model for images whose language model these are."""
+    whole = {name: config.pop(name) for name in ("architectures", "tie_word_embeddings", "torch_dtype")}
+    whole |= {"model_type": config["model_type"], "vision_config": _VISION}
+    whole["text_config"] = config | {"model_type": f"{config['model_type']}_text"}
+    inner = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    return whole, inner | {"model.visual.merger.norm.bias": torch.zeros(16)}
 
 
 def random_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
@@ -84,11 +116,15 @@ def random_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, config["torch_dtype"])
 
-    def normal(shape: tuple[int, ...]) -> Tensor:
-        scale = shape[-1] ** -0.5 if len(shape) == 2 else 0.2
-        return (torch.randn(shape, generator=generator) * scale + (0.0 if len(shape) == 2 else 1.0)).to(dtype)
+    def normal(shape: tuple[int, ...], name: str) -> Tensor:
+        scale, mean = (shape[-1] ** -0.5, 0.0) if len(shape) > 1 else (0.2, 1.0)
+        if config["model_type"] in HYBRIDS and name.endswith("norm.weight") and "linear_attn" not in name:
+            mean = 0.0  # of what is added to 1
+        if name.endswith("A_log"):  # states that keep much of their past
+            scale, mean = 0.5, -3.0
+        return (torch.randn(shape, generator=generator) * scale + mean).to(dtype)
 
-    tensors = {name: normal(shape) for name, shape in _shapes(config).items()}
+    tensors = {name: normal(shape, name) for name, shape in _shapes(config).items()}
     tensors["model.embed_tokens.weight"] = torch.randn(
         (config["vocab_size"], config["hidden_size"]), generator=generator
     ).to(dtype)
@@ -102,7 +138,8 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes["lm_head.weight"] = (vocab, hidden)
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
-        shapes |= {f"{prefix}.{name}": shape for name, shape in _attention_shapes(config, hidden).items()}
+        mixer = _recurrent_shapes if _is_recurrent(config, layer) else _attention_shapes
+        shapes |= {f"{prefix}.{name}": shape for name, shape in mixer(config, hidden).items()}
         if has_experts(config, layer):
             shapes |= {f"{prefix}.{name}": shape for name, shape in _expert_shapes(config, hidden).items()}
         else:
@@ -117,10 +154,14 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def has_experts(config: dict[str, Any], layer: int) -> bool:
     """Tells whether a layer of a configuration of `make_checkpoint` has experts."""
-    if config["model_type"] == "mixtral":
+    if config["model_type"] in ("mixtral", "qwen3_5_moe_text"):
         return True
     is_sparse = (layer + 1) % config.get("decoder_sparse_step", 1) == 0
-    return config["model_type"] == "qwen3_moe" and is_sparse and layer not in config.get("mlp_only_layers", ())
+    return (
+        config["model_type"] in ("qwen3_moe", "qwen3_next")
+        and is_sparse
+        and layer not in config.get("mlp_only_layers", ())
+    )
 
 
 def _expert_shapes(config: dict[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
@@ -134,7 +175,31 @@ def _expert_shapes(config: dict[str, Any], hidden: int) -> dict[str, tuple[int, 
     for number in range(count):
         for name, shape in zip(names, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
             shapes[f"{prefix}.experts.{number}.{name}.weight"] = shape
+    if shared := config.get("shared_expert_intermediate_size"):
+        shapes[f"{prefix}.shared_expert_gate.weight"] = (1, hidden)
+        for name, shape in zip(names, ((shared, hidden), (shared, hidden), (hidden, shared)), strict=True):
+            shapes[f"{prefix}.shared_expert.{name}.weight"] = shape
     return shapes
+
+
+def _is_recurrent(config: dict[str, Any], layer: int) -> bool:
+    return config["model_type"] in HYBRIDS and (layer + 1) % config["full_attention_interval"] > 0
+
+
+def _recurrent_shapes(config: dict[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
+    heads = config["linear_num_value_heads"]
+    keys, values = (
+        config["linear_num_key_heads"] * config["linear_key_head_dim"],
+        heads * config["linear_value_head_dim"],
+    )
+    if config["model_type"] == "qwen3_next":
+        projections = {"in_proj_qkvz": 2 * keys + 2 * values, "in_proj_ba": 2 * heads}
+    else:
+        projections = {"in_proj_qkv": 2 * keys + values, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size, hidden) for name, size in projections.items()}
+    shapes |= {"conv1d.weight": (2 * keys + values, 1, 4), "A_log": (heads,), "dt_bias": (heads,)}
+    shapes |= {"norm.weight": (config["linear_value_head_dim"],), "out_proj.weight": (hidden, values)}
+    return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
 
 
 def _attention_shapes(config: dict[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
@@ -142,11 +207,17 @@ def _attention_shapes(config: dict[str, Any], hidden: int) -> dict[str, tuple[in
     dim = config.get("head_dim") or hidden // heads
     wide, narrow = heads * dim, (config.get("num_key_value_heads") or heads) * dim
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape in (("q", (wide, hidden)), ("k", (narrow, hidden)), ("v", (narrow, hidden)), ("o", (hidden, wide))):
+    queries = 2 * wide if family in HYBRIDS else wide  # and their gates
+    for name, shape in (
+        ("q", (queries, hidden)),
+        ("k", (narrow, hidden)),
+        ("v", (narrow, hidden)),
+        ("o", (hidden, wide)),
+    ):
         shapes[f"self_attn.{name}_proj.weight"] = shape
         if config.get("attention_bias") or (family == "qwen2" and name != "o"):
             shapes[f"self_attn.{name}_proj.bias"] = shape[:1]
-    if family in ("qwen3", "qwen3_moe"):
+    if family in ("qwen3", "qwen3_moe", *HYBRIDS):
         shapes |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
     return shapes
 

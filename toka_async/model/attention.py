@@ -53,7 +53,7 @@ class Attention(nn.Module):
         rows, residual = norm.prepare(hidden, residual, self.qkv, layout)
         num_tokens = len(rotation[0])
         projected = layout.trim(layout.column(rows, self.qkv), num_tokens)
-        heads = projected[:, self.num_gates :].unflatten(1, (-1, self.dim))  # [t, heads + 2 kv_heads, dim]
+        heads = projected[:, self.num_gates :].view(num_tokens, -1, self.dim)  # [t, heads + 2 kv_heads, dim]
         head_norm = self.head_norm() if self.head_norm is not None else None
         mixed = backend.attend(self.index, heads, rotation, head_norm).flatten(1)
         if self.num_gates:

@@ -81,8 +81,8 @@ def check_largest_step(
 ) -> None:
     """Refuses limits whose largest step cannot fit in a share of the memory that is left, before it is tried.
 
-    num_parts: micro-batches of a step. stored: see `count_token_bytes`. num_snapshots: states beside rows'. Raises ModelError that names the setting that
-    takes more, and one that fits.
+    num_parts: micro-batches of a step. stored: see `count_token_bytes`. num_snapshots: states beside those of rows.
+    Raises ModelError that names the setting that takes more, and one that fits.
     """
     free = int(share * (read_free_cuda_memory(device, fraction) - _count_slab_bytes(spec, limits)))
     token = count_token_bytes(spec, dtype, num_parts, stored)

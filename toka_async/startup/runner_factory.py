@@ -90,7 +90,7 @@ from toka_async.tuning.async_tp import RankShape, build_layouts
 from toka_async.tuning.attention import AttentionChoice
 from toka_async.tuning.settle import settle
 from toka_async.tuning.store import Facts, TuningCache, describe_gpu, find_folder
-from toka_async.weights.rank_control import RankControl
+from toka_async.weights.rank_control import RankControl, SleepingCache
 
 if TYPE_CHECKING:  # needs Triton, which is not everywhere
     from toka_async.tuning.gemm import ProductTuning
@@ -205,7 +205,9 @@ class RunnerFactory:
         """Makes what a trainer controls. rank: in the replica. number: among all ranks of all replicas."""
         assert isinstance(runner.model, Decoder)
         assert isinstance(runner.cache, KVCache)
-        caches = [runner.cache] if runner.states is None else [runner.cache, runner.states]
+        caches: list[SleepingCache] = [runner.cache]
+        if runner.states is not None:
+            caches.append(runner.states)
         return RankControl(runner.model, self.spec, caches, rank, self.coords.rank, number)
 
     def describe_kept(self) -> str:

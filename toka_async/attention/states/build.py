@@ -19,8 +19,8 @@ def explain_no_states(device: torch.device, batch_invariant: bool) -> str:
     """Explains why recurrent layers cannot be computed so, and the fix; empty if they can."""
     if batch_invariant:
         return (
-            "model.batch_invariant=true: recurrent layers compute a prompt in pieces that depend on the other rows of a "
-            "step; use false"
+            "model.batch_invariant=true: recurrent layers compute a prompt in pieces that depend on the other rows of "
+            "a step; use false"
         )
     reason = explain_no_kernels(device) if device.type == "cuda" else ""
     return f"recurrent layers need our kernels on a GPU: {reason}" if reason else ""

@@ -11,7 +11,7 @@ from toka_async.attention.copies import to_device
 from toka_async.attention.states.cache import StateCache
 from toka_async.attention.states.delta import DeltaWeights
 from toka_async.attention.states.pieces import cut_chunks
-from toka_async.kernels.delta.chunks import PIECE, norm_outputs, read_chunks
+from toka_async.kernels.delta.chunks import count_piece_tokens, norm_outputs, read_chunks
 from toka_async.kernels.delta.convolution import convolve, keep_inputs
 from toka_async.kernels.delta.step import step_states
 
@@ -30,7 +30,7 @@ class TritonStateOps:
         if batch.states is None or not lengths.size:
             self._chunks = self._chunks[:0]
             return
-        cut = cut_chunks(batch, PIECE, self._cache.first_snapshot)
+        cut = cut_chunks(batch, count_piece_tokens(self._cache.inputs.dtype), self._cache.first_snapshot)
         firsts = np.repeat(np.cumsum(lengths) - lengths, lengths)
         offsets = (np.arange(firsts.size) - firsts).astype(np.int32)
         parts = cut.pieces.ravel(), cut.chunks.ravel(), np.repeat(batch.states.slots, lengths), offsets

@@ -1,4 +1,4 @@
-"""The gated delta rule for chunks of prompts, by pieces of PIECE tokens (arXiv:2412.06464, section 3.3).
+"""The gated delta rule for chunks of prompts, by pieces of some tokens (arXiv:2412.06464, section 3.3).
 
 Within a piece each token's value depends on those before it by a triangular system. A first kernel solves it for all
 pieces at once, as far as it does not depend on the state; a second one takes the states of chunks through their pieces.
@@ -15,10 +15,14 @@ from torch import Tensor
 from toka_async.attention.states.delta import DeltaShape, DeltaWeights
 from toka_async.kernels.delta.step import load_rates, norm_gated
 
-PIECE = 64  # tokens
-BLOCK = 16  # tokens whose system is solved one after the other; the rest is products
+_BLOCKS = 4  # of a piece, whose systems are solved row by row; the rest is products
 _VALUES = 32  # of a head, whose states one program takes through the pieces
 _TOKENS = 16  # of a program that norms
+
+
+def count_piece_tokens(dtype: torch.dtype) -> int:
+    """Counts the tokens of a piece: as many as a GPU's registers hold."""
+    return 32 if dtype == torch.float32 else 64
 
 
 def read_chunks(
@@ -49,12 +53,12 @@ def read_chunks(
         "key_dim": shape.key_dim,
         "value_dim": shape.value_dim,
         "key_pad": key_pad,
-        "tokens": PIECE,
+        "tokens": count_piece_tokens(convolved.dtype),
         "precision": "tf32x3" if convolved.dtype == torch.float32 else "tf32",
     }
     rates = gates, gates.stride(0), weights.log_decay, weights.time_bias
     _solve[len(pieces), heads](
-        convolved, *rates, pieces, learned, reads, value_pad=value_pad, block=BLOCK, num_warps=4, **dims
+        convolved, *rates, pieces, learned, reads, value_pad=value_pad, count=_BLOCKS, num_warps=8, **dims
     )
     values = min(_VALUES, value_pad)
     _read[len(chunks), heads, triton.cdiv(shape.value_dim, values)](
@@ -68,7 +72,7 @@ def read_chunks(
         reads,
         output,
         values=values,
-        num_warps=4,
+        num_warps=8 if convolved.dtype == torch.float32 else 4,
         num_stages=2,
         **dims,
     )
@@ -99,7 +103,7 @@ def _solve(
     key_pad: tl.constexpr,
     value_pad: tl.constexpr,
     tokens: tl.constexpr,
-    block: tl.constexpr,
+    count: tl.constexpr,
     precision: tl.constexpr,
 ):
     """One program solves one head of a piece: what tokens learn without a state, and how much of one they replace."""
@@ -114,29 +118,28 @@ def _solve(
     of_keys = convolved + token[:, None] * num_channels + ((key_heads + key_head) * key_dim + i)[None, :]
     of_values = convolved + token[:, None] * num_channels + (2 * key_heads * key_dim + head * value_dim + j)[None, :]
     key = tl.load(of_keys, mask=in_keys, other=0.0)
-    value = tl.load(of_values, mask=in_values, other=0.0)
     beta, total = _load_decays(gates, gate_stride, log_decay, time_bias, token, inside, head, value_heads)
     is_before = t[:, None] > t[None, :]
     remains = tl.exp(tl.where(is_before, total[:, None] - total[None, :], 0.0))
     system = tl.dot(key, tl.trans(key), input_precision=precision) * remains * beta[:, None]
-    inverse = _invert(tl.where(is_before, system, 0.0), tokens, block).to(key.dtype)
-    known = (value * beta[:, None]).to(key.dtype)
+    inverse = _invert(tl.where(is_before, system, 0.0), tokens, count).to(key.dtype)
     known_keys = (key * (beta * tl.exp(total))[:, None]).to(key.dtype)
     place = (token * value_heads + head)[:, None]
-    solved = tl.dot(inverse, known, input_precision=precision)
-    tl.store(learned + place * value_dim + j[None, :], solved.to(key.dtype), mask=in_values)
     solved_keys = tl.dot(inverse, known_keys, input_precision=precision)
     tl.store(reads + place * key_dim + i[None, :], solved_keys.to(key.dtype), mask=in_keys)
+    known = (tl.load(of_values, mask=in_values, other=0.0) * beta[:, None]).to(key.dtype)
+    solved = tl.dot(inverse, known, input_precision=precision)
+    tl.store(learned + place * value_dim + j[None, :], solved.to(key.dtype), mask=in_values)
 
 
 @triton.jit
-def _invert(lower, tokens: tl.constexpr, block: tl.constexpr):
+def _invert(lower, tokens: tl.constexpr, count: tl.constexpr):
     """Inverts 1 + lower, [tokens, tokens], where `lower` is strictly lower triangular.
 
-    Blocks on the diagonal are inverted row by row, all at once. With them the rest is M, of which the power `tokens /
-    block` is zero: (1 + M)^-1 = (1 - M)(1 + M^2) for four blocks.
+    The blocks on the diagonal, four, are inverted row by row, all at once. Their inverse times the rest is M, whose
+    fourth power is zero: (1 + M)^-1 = (1 - M)(1 + M^2).
     """
-    count: tl.constexpr = tokens // block
+    block: tl.constexpr = tokens // count
     tl.static_assert(count == 4)
     n, r = tl.arange(0, count), tl.arange(0, block)
     is_diagonal = (n[:, None] == n[None, :])[:, None, :, None]

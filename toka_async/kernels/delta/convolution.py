@@ -108,14 +108,13 @@ def _convolve(
     kept = states + slot[:, None] * state_stride + channel[None, :] * (width - 1)
     total = tl.zeros((tokens, dim_pad), tl.float32)
     for tap in tl.static_range(width):
-        back: tl.constexpr = width - 1 - tap
-        is_here = (offset >= back)[:, None]
+        is_here = (offset >= width - 1 - tap)[:, None]
         here = in_step[:, None] & in_head[None, :] & is_here
-        x = tl.load(projected + (token - back)[:, None] * stride + channel[None, :], mask=here, other=0.0)
-        if back > 0:
-            place = (width - 1 - back) + offset[:, None]
-            old = tl.load(kept + place, mask=has_state & (offset < back)[:, None], other=0.0)
-            x = tl.where(is_here, x, old)
+        place = projected + (token - (width - 1 - tap))[:, None] * stride + channel[None, :]
+        x = tl.load(place, mask=here, other=0.0)
+        if tap < width - 1:
+            before = has_state & (offset < width - 1 - tap)[:, None]
+            x = tl.where(is_here, x, tl.load(kept + (tap + offset[:, None]), mask=before, other=0.0))
         weight = tl.load(weights + channel * width + tap, mask=in_head, other=0.0).to(tl.float32)
         total += x.to(tl.float32) * weight[None, :]
         if is_step and tap > 0:
