@@ -90,6 +90,7 @@ class ResponseFormat:
             return content
         if self.calls is None or self.calls.write_calls is None:
             raise UnwritableError("calls in the model's format cannot be enforced")
+        calls.check_spacing()
         if not content:
             return self.calls.write_calls(calls, tokens)
         forced = rename_start(self.calls.write_calls(replace(calls, is_forced=True), tokens), "toka_calls")

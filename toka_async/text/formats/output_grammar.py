@@ -16,6 +16,7 @@ from toka_async.grammars.lark import GUIDANCE, write_json
 
 START = re.compile(r"^start\s*:", re.MULTILINE)
 SPECIAL = re.compile(r"(<\|\w+\|>)")
+SPACING = ("whitespace_pattern", "whitespace_flexible", "item_separator", "key_separator")  # options of llguidance
 ANY_TEXT = r"/(.|\n)*/"
 BLANK = r"/\n{0,2}/"
 FindToken = Callable[[str], int | None]
@@ -88,6 +89,16 @@ class CallRules:
     schemas: Schemas
     several: bool
     is_forced: bool = True
+
+    def check_spacing(self) -> None:
+        """Raises UnwritableError where functions differ in the white space that their JSON may have.
+
+        The library follows several kinds of it from one place on, and fails where they part.
+        """
+        found = [schema.get(GUIDANCE) for schema, _ in self.schemas.values()]
+        given = [[each.get(key) if isinstance(each, Mapping) else None for key in SPACING] for each in found]
+        if any(each != given[0] for each in given):
+            raise UnwritableError(f"the options of white space in {GUIDANCE!r} must be the same in all tools")
 
 
 def rename_start(grammar: str, name: str) -> str:

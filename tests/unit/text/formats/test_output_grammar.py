@@ -181,6 +181,8 @@ def test_what_cannot_be_written_is_refused() -> None:
         made("hermes", "none").write_answer(tokens_of(MARKS), "", content="", calls=None, budget=3)
     with pytest.raises(UnwritableError, match="all of the format's tokens"):
         write("harmony", NONE, calls=CallRules(schemas=SCHEMAS, several=False))
+    with pytest.raises(UnwritableError, match="white space"):
+        write("hermes", calls=CallRules(schemas={"f": (SCHEMA, True), "g": (RICH, True)}, several=False))
 
 
 TEXT = {"type": "string", "maxLength": 6}
