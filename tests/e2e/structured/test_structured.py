@@ -132,7 +132,10 @@ def test_what_cannot_be_enforced_is_refused_by_name(
     assert word in error["message"]
 
 
-CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 5}, "days": {"enum": [1, 2]}}}
+CITY: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 5}, "days": {"enum": [1, 2]}},
+}
 CITY |= {"required": ["city", "days"], "additionalProperties": False, "x-guidance": TIGHT}
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False, "x-guidance": TIGHT}
 TOOLS: Any = [
