@@ -54,11 +54,17 @@ COVERED = {
     "e2e/nodes/test_nodes.py": ["nodes/messages", "procs/coordinator", "procs/node", "replica_lives"],
     "unit/test_supervisor.py": ["procs/launched"],
     "unit/text/formats/test_choice.py": ["text/formats/format", "text/formats/template"],
+    "unit/text/formats/test_output_grammar.py": [
+        "text/formats/harmony",
+        "text/formats/hermes",
+        "text/formats/qwen3_coder",
+    ],
     "unit/text/formats/test_parser.py": [
         "text/formats/contents",
         "text/formats/llama_json",
         "text/formats/mistral",
         "text/formats/pythonic",
+        "text/formats/typed_text",
     ],
     "unit/openai/test_parse.py": ["openai/errors"],
     "unit/runner/test_pipeline.py": ["runner/inputs", "runner/links"],
