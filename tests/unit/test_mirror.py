@@ -22,6 +22,7 @@ COVERED = {
     "e2e/offline/test_engine_process.py": ["llm/engine_process", "llm/local_engine"],
     "e2e/offline/test_llm.py": ["llm/llm"],
     "e2e/test_serve.py": ["procs/server"],
+    "e2e/trainers/test_adapters.py": ["integrations/openrlhf", "integrations/verl"],
     "e2e/trainers/test_updates.py": ["client/trainer", "transfer/torch_group"],
     "e2e/test_tensor_parallel.py": ["startup/process_groups", "startup/rank_coords"],
     "parity/test_weight_updates.py": ["weights/catalog", "weights/checksums", "weights/update"],
