@@ -26,7 +26,7 @@ COVERED = {
     "e2e/trainers/test_updates.py": ["client/trainer", "transfer/torch_group"],
     "e2e/test_tensor_parallel.py": ["startup/process_groups", "startup/rank_coords"],
     "parity/test_weight_updates.py": ["weights/catalog", "weights/checksums", "weights/update"],
-    "parity/test_decoder.py": ["kernels/activation", "model/layers"],
+    "parity/test_decoder.py": ["kernels/activation", "model/attention", "model/layers", "model/mixer"],
     "unit/attention/test_paged.py": ["attention/triton"],
     "unit/attention/test_reference.py": ["attention/blocks", "attention/copies"],
     "unit/attention/test_flashinfer.py": ["attention/wrappers"],
@@ -35,7 +35,7 @@ COVERED = {
     "unit/bench/policy/test_policy.py": ["bench/policy/baselines", "bench/policy/replay"],
     "unit/bench/test_commands.py": ["bench/rate_plot"],  # that its extra is missing; it is not installed here
     "unit/bench/test_serve_load.py": ["bench/client", "bench/loads/served"],
-    "unit/checkpoint/test_spec.py": ["checkpoint/rope_spec"],
+    "unit/checkpoint/test_spec.py": ["checkpoint/attention_spec", "checkpoint/rope_spec"],
     "unit/cli/test_batch_run.py": ["batches/retry"],
     "unit/client/test_client.py": ["client/base_client", "client/connection", "client/fields"],
     "unit/client/test_exchange.py": ["client/errors", "client/pending"],
