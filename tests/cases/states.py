@@ -11,7 +11,7 @@ from torch import Tensor
 
 from toka_async.attention.base import AttentionBatch, ChunkStates
 from toka_async.attention.states.cache import StateCache
-from toka_async.attention.states.delta import DeltaShape, DeltaWeights
+from toka_async.kernels.delta.layer import DeltaShape, DeltaWeights
 
 SHAPE = DeltaShape(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=24, width=4)
 MAX_SEQS = 6

@@ -25,12 +25,12 @@ from toka_async.attention.choice import AutoChunks
 from toka_async.attention.kv_cache import CacheFormat, KVCache
 from toka_async.attention.paged import PagedAttention
 from toka_async.attention.states.cache import StateCache
-from toka_async.attention.states.delta import DeltaShape, DeltaWeights
 from toka_async.attention.states.triton_ops import TritonStateOps
 from toka_async.attention.triton import TritonChunks
 from toka_async.kernels import few_rows, prefill
 from toka_async.kernels.append import append
 from toka_async.kernels.built import explain_unbuilt
+from toka_async.kernels.delta.layer import DeltaShape, DeltaWeights
 from toka_async.kernels.experts import few_tokens, routing
 from toka_async.kernels.experts.grouped import GroupedProducts
 from toka_async.kernels.experts.mixture import ExpertKernels, ExpertPlan

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from toka_async.attention.base import AttentionBackend
 from toka_async.attention.states.backend import StateBackend
-from toka_async.attention.states.delta import DeltaWeights
 from toka_async.checkpoint.delta_net_spec import DeltaNetSpec
 from toka_async.checkpoint.spec import ModelSpec
+from toka_async.kernels.delta.layer import DeltaWeights
 from toka_async.model.activation_layout import ActivationLayout
 from toka_async.model.attention import Rotation
 from toka_async.model.comm import Comm

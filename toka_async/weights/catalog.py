@@ -12,7 +12,7 @@ from difflib import get_close_matches
 import torch
 
 from toka_async.checkpoint.spec import ModelSpec
-from toka_async.model.stored_names import list_stored_parts
+from toka_async.checkpoint.stored_names import list_stored_parts
 from toka_async.model.weights import build_decoder
 from toka_async.transfer.tensors import TensorInfo
 

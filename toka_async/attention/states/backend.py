@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from toka_async.attention.base import AttentionBackend, AttentionBatch, GraphAttention, PrefixGroup, QueryKeyNorm
-from toka_async.attention.states.delta import StateOps
+from toka_async.attention.states.ops import StateOps
 
 
 @dataclass(slots=True, frozen=True)

@@ -9,9 +9,10 @@ import torch
 from toka_async.attention.build import BuiltAttention
 from toka_async.attention.states.backend import StateBackend
 from toka_async.attention.states.cache import StateCache
-from toka_async.attention.states.delta import DeltaShape, StateOps
+from toka_async.attention.states.ops import StateOps
 from toka_async.attention.states.torch_ops import TorchStateOps
 from toka_async.checkpoint.spec import ModelSpec
+from toka_async.kernels.delta.layer import DeltaShape
 from toka_async.kernels.support import explain_no_kernels
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from toka_async.arrays import Int32
-from toka_async.attention.states.delta import DeltaShape
+from toka_async.kernels.delta.layer import DeltaShape
 from toka_async.memory.host import discard_memory
 from toka_async.memory.virtual import CudaDriver, MemoryStaysError, VirtualMemory, view_memory
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from toka_async.attention.base import AttentionBatch
 from toka_async.attention.states.cache import StateCache
-from toka_async.attention.states.delta import DeltaShape, DeltaWeights
 from toka_async.attention.states.pieces import ChunkPieces, cut_chunks
+from toka_async.kernels.delta.layer import DeltaShape, DeltaWeights
 
 PIECE = 64  # tokens
 NORM_EPS = 1e-6  # of the lengths of queries and keys

@@ -9,10 +9,10 @@ from torch import Tensor
 from toka_async.attention.base import AttentionBatch
 from toka_async.attention.copies import to_device
 from toka_async.attention.states.cache import StateCache
-from toka_async.attention.states.delta import DeltaWeights
 from toka_async.attention.states.pieces import cut_chunks
 from toka_async.kernels.delta.chunks import count_piece_tokens, norm_outputs, read_chunks
 from toka_async.kernels.delta.convolution import convolve, keep_inputs
+from toka_async.kernels.delta.layer import DeltaWeights
 from toka_async.kernels.delta.step import step_states
 
 

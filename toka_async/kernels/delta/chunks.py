@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toka_async.attention.states.delta import DeltaShape, DeltaWeights
+from toka_async.kernels.delta.layer import DeltaShape, DeltaWeights
 from toka_async.kernels.delta.step import load_rates, norm_gated
 
 _BLOCKS = 4  # of a piece, whose systems are solved row by row; the rest is products
@@ -60,7 +60,7 @@ def read_chunks(
     _solve[len(pieces), heads](
         convolved, *rates, pieces, learned, reads, value_pad=value_pad, count=_BLOCKS, num_warps=8, **dims
     )
-    values = min(_VALUES, value_pad)
+    values = min(_VALUES // 2 if convolved.dtype == torch.float32 else _VALUES, value_pad)
     _read[len(chunks), heads, triton.cdiv(shape.value_dim, values)](
         convolved,
         *rates,

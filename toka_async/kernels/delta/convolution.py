@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toka_async.attention.states.delta import DeltaShape
+from toka_async.kernels.delta.layer import DeltaShape
 
 _TOKENS = 16  # of a program, where rows have several
 _CHANNELS = 128  # of a program that keeps inputs

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toka_async.attention.states.delta import DeltaShape, DeltaWeights
+from toka_async.kernels.delta.layer import DeltaShape, DeltaWeights
 
 
 def step_states(

@@ -11,8 +11,6 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from toka_async.checkpoint.text_part import find_text_name
 
 _STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
@@ -32,7 +30,7 @@ class StoredPart:
     first: int = 0
     size: int = 0
 
-    def view(self, tensor: Tensor) -> Tensor:
+    def view(self, tensor: Any) -> Any:
         """Views it in the stored tensor."""
         return tensor if self.expert < 0 else tensor[self.expert, self.first : self.first + self.size]
 
@@ -66,12 +64,10 @@ class StoredSlice:
         dtype: str = self.stored.get_dtype()
         return dtype
 
-    def __getitem__(self, indices: tuple[slice, ...]) -> Tensor:
+    def __getitem__(self, indices: tuple[slice, ...]) -> Any:
         part = self.part
         if part.expert < 0:
-            whole: Tensor = self.stored[indices]
-            return whole
+            return self.stored[indices]
         rows, columns = indices
         moved = slice(part.first + rows.start, part.first + rows.stop)
-        values: Tensor = self.stored[part.expert : part.expert + 1, moved, columns]
-        return values[0]
+        return self.stored[part.expert : part.expert + 1, moved, columns][0]

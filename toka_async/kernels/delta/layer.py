@@ -1,18 +1,15 @@
-"""The shapes and weights of Gated DeltaNet (arXiv:2412.06464), as what computes with states takes them.
+"""The shapes and weights of a Gated DeltaNet layer (arXiv:2412.06464), as what computes with states takes them.
 
 A token's queries, keys and values pass a short convolution; queries and keys have length 1. Each value head has a state
 S [key_dim, value_dim], which decays by exp(g), then learns a value with the rate beta: S += k (beta (v - Sᵀ k))ᵀ. The
-output Sᵀ q is normed and gated. Knows no layers of a model and no kernels.
+output Sᵀ q is normed and gated. Loads no Triton, which is not everywhere.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
-
-from toka_async.attention.base import AttentionBatch
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,23 +51,3 @@ class DeltaWeights:
     time_bias: Tensor
     norm: Tensor
     eps: float
-
-
-class StateOps(Protocol):
-    """Computes the layers over the states of a `StateCache`."""
-
-    def plan(self, batch: AttentionBatch) -> None:
-        """Prepares for one step: the following calls of `compute` are for this batch."""
-        ...
-
-    def plan_graph(self, batch: AttentionBatch) -> None:
-        """Prepares for a capture of decoding rows, whose slots are read from device memory."""
-        ...
-
-    def compute(self, layer: int, projected: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
-        """Computes a layer of a step, and leaves each row's state behind its last token.
-
-        projected: [t, channels + values]: queries, keys, values, and the gate z of the output, head by head each.
-        gates: [t, 2 * value heads]: b, of which beta is the sigmoid, and a. Returns [t, values].
-        """
-        ...

@@ -6,8 +6,8 @@ import torch
 pytest.importorskip("triton")
 
 from tests.cases.states import MAX_SEQS, SHAPE, compute_by_token, make_batch, make_cache, make_inputs, make_weights
-from toka_async.attention.states.delta import DeltaShape
 from toka_async.attention.states.triton_ops import TritonStateOps
+from toka_async.kernels.delta.layer import DeltaShape
 
 SQUARE = DeltaShape(num_key_heads=1, num_value_heads=1, key_dim=32, value_dim=32, width=2)
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 8e-2}
