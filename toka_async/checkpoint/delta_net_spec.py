@@ -36,6 +36,10 @@ class DeltaNetSpec(msgspec.Struct, frozen=True, tag="delta_net", kw_only=True):
         state = self.num_value_heads * self.key_dim * self.value_dim
         return state * STATE_BYTES + self.num_channels * (self.width - 1) * itemsize
 
+    def count_flops(self) -> int:
+        """Counts the operations of a token with the states: what its key finds, what it adds, what its query reads."""
+        return 6 * self.num_value_heads * self.key_dim * self.value_dim
+
     def can_divide(self, tp: int) -> bool:
         """Tells whether `tp` divides the key heads, with their value heads."""
         return self.num_key_heads % tp == 0
