@@ -13,7 +13,7 @@ from toka_async.model.matrices.share import JoinedShare, Share
 
 
 @dataclass(slots=True, frozen=True)
-class Piece:
+class MatrixPiece:
     """A tensor's rows in a matrix.
 
     name: of the tensors, without what follows the last point. rows: of the rank's matrix. share: of the tensor's rows.
@@ -26,16 +26,16 @@ class Piece:
     order: Tensor | None
 
 
-def list_pieces(spec: MatrixSpec, outputs: Sequence[Share]) -> Iterator[Piece]:
+def list_pieces(spec: MatrixSpec, outputs: Sequence[Share]) -> Iterator[MatrixPiece]:
     """outputs: the rank's part of each of the checkpoint's matrices."""
     orders = [_order_rows(units, share.size) for units, share in zip(spec.outputs, outputs, strict=True)]
     starts = [sum(share.size for share in outputs[:index]) for index in range(len(outputs))]
     if spec.fused:
         whole = torch.cat([start + order for start, order in zip(starts, orders, strict=True)])
-        yield Piece(spec.fused, slice(None), JoinedShare(tuple(outputs)), _simplify(whole))
+        yield MatrixPiece(spec.fused, slice(None), JoinedShare(tuple(outputs)), _simplify(whole))
         return
     for name, start, share, order in zip(spec.names, starts, outputs, orders, strict=True):
-        yield Piece(name, slice(start, start + share.size), share, _simplify(order))
+        yield MatrixPiece(name, slice(start, start + share.size), share, _simplify(order))
 
 
 def _order_rows(units: Units, num_rows: int) -> Tensor:
