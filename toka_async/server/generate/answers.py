@@ -40,12 +40,16 @@ FINISH: dict[Reason, FinishReason | None] = {
 }
 
 
-class Answer(Protocol):
-    """Builds the response of one request, or the chunks of a streamed one."""
+class WholeAnswer(Protocol):
+    """Builds the response of one request."""
 
     def whole(self, run: Run, outputs: Sequence[Sequence[Output]]) -> msgspec.Struct | Sequence[msgspec.Struct]:
         """The response; `outputs` by prompt, by sample."""
         ...
+
+
+class Answer(WholeAnswer, Protocol):
+    """Also builds the chunks of a streamed response."""
 
     def first(self, run: Run, prompt: int, sample: int) -> msgspec.Struct | None:
         """The chunk that comes before a sample's text, where there is one."""
