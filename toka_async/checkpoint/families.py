@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from toka_async.checkpoint.attention_spec import HeadNormSpec
 from toka_async.checkpoint.experts_spec import ExpertNames
 
 Windows = Literal["none", "all", "all_if_used", "by_layer"]
@@ -39,7 +40,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool | None = False
     output_bias: bool | None = False
     mlp_bias: bool | None = False
-    qk_norm: bool = False
+    head_norm: HeadNormSpec | None = None
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     windows: Windows = "none"  # all_if_used: use_sliding_window; by_layer: also max_window_layers, layer_types
@@ -77,7 +78,7 @@ FAMILIES: dict[str, Family] = {
         head_dim=128,
         qkv_bias=None,
         output_bias=None,
-        qk_norm=True,
+        head_norm=HeadNormSpec(),
         windows="by_layer",
     ),
     "qwen3_moe": Family(
@@ -85,7 +86,7 @@ FAMILIES: dict[str, Family] = {
         num_kv_heads=4,
         qkv_bias=None,
         output_bias=None,
-        qk_norm=True,
+        head_norm=HeadNormSpec(),
         windows="all_if_used",
         experts=ExpertsFamily(
             names=ExpertNames(),

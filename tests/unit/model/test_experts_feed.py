@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.drivers.thread_ranks import run_ranks
+from toka_async.checkpoint.attention_spec import AttentionSpec
 from toka_async.checkpoint.experts_spec import ExpertNames, ExpertsFeedSpec
 from toka_async.checkpoint.layer_spec import LayerSpec
 from toka_async.model.activation_layout import Replicated
@@ -28,7 +29,7 @@ def layer_of(num_groups: int = 1) -> LayerSpec:
         names=ExpertNames("route", "many", "a", "b", "c"),
         num_groups=num_groups,
     )
-    return LayerSpec(0, feed)
+    return LayerSpec(AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=2, rope=None), feed)
 
 
 @pytest.mark.parametrize("with_hidden", [False, True])
