@@ -55,10 +55,10 @@ class Answer(WholeAnswer, Protocol):
         """The chunk that comes before a sample's text, where there is one."""
         ...
 
-    def chunk(
+    def chunks(
         self, run: Run, prompt: int, sample: int, piece: Piece, reason: Reason, stop: str | int | None
-    ) -> msgspec.Struct | None:
-        """New text of a sample; None while nothing can be said of it."""
+    ) -> Sequence[msgspec.Struct]:
+        """New text of a sample; no chunk while nothing can be said of it."""
         ...
 
     def with_prompt(self, chunk: Any, run: Run, prompt: int) -> msgspec.Struct:

@@ -119,7 +119,7 @@ class StreamEvents:
                 if self._prefixes[row] is None:
                     self._begin(parts, row)
                 if reason or piece.text or (self._wants_tokens and len(piece.rows)):
-                    self._add_chunk(parts, row, piece, reason)
+                    self._add_chunks(parts, row, piece, reason)
         return b"".join(parts)
 
     def finish(self) -> bytes:
@@ -149,7 +149,7 @@ class StreamEvents:
                 piece, reason = samples.push(row, block.tokens.part(start, end), REASONS[number], request_id)
                 text = None if reason else encode_text(piece.text)
                 if reason:
-                    self._add_chunk(parts, row, piece, reason)
+                    self._add_chunks(parts, row, piece, reason)
             elif text is None or row in is_open:
                 text = encode_text(samples.push_plain(row, ids[start:end]))
             else:
@@ -178,19 +178,16 @@ class StreamEvents:
             parts.append(event(self._complete(first, row, 0, "")))
         prefix = b""
         if self._is_plain:
-            chunk = self._answer.chunk(self._run, prompt, sample, Piece(MARK, NO_ROWS, []), Reason.NONE, None)
-            assert chunk is not None
+            (chunk,) = self._answer.chunks(self._run, prompt, sample, Piece(MARK, NO_ROWS, []), Reason.NONE, None)
             prefix, _, self._suffix = event(chunk).partition(encode_text(MARK))
         self._prefixes[row] = prefix
         return prefix
 
-    def _add_chunk(self, parts: list[bytes], row: int, piece: Piece, reason: Reason) -> None:
+    def _add_chunks(self, parts: list[bytes], row: int, piece: Piece, reason: Reason) -> None:
         prompt, sample = divmod(row, self._n)
         stop = piece.stop if piece.stop is not None else stop_token(self._run.generation, piece.rows, reason)
-        chunk = self._answer.chunk(self._run, prompt, sample, piece, reason, stop)
-        if chunk is None:
-            return
-        parts.append(event(self._complete(chunk, row, self._samples.num_tokens[row], piece.text)))
+        for chunk in self._answer.chunks(self._run, prompt, sample, piece, reason, stop):
+            parts.append(event(self._complete(chunk, row, self._samples.num_tokens[row], piece.text)))
 
     def _complete(self, chunk: msgspec.Struct, row: int, num_tokens: int, text: str) -> msgspec.Struct:
         """A chunk with this text, and what the request wants in every chunk, or in a sample's first one."""

@@ -69,6 +69,20 @@ async def test_streamed_samples_are_whole_ones(fields: dict[str, Any]) -> None:
     assert len(done) == 6
 
 
+async def test_a_call_that_is_known_at_the_end_alone_is_a_delta_before_it() -> None:
+    """OpenAI's client drops its event of a call that comes in one chunk with the finish reason."""
+    text = '{"name": "weather", "parameters": {"city": "Bonn"}}'
+    async with answering(text, tool_format="llama3_json") as server, client_of(server) as client:
+        asked: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "tools": TOOLS, "stop": ["}}"]}
+        asked |= {"extra_body": {"include_stop_str_in_output": True}}
+        async with client.chat.completions.stream(**asked) as stream:
+            events = [event async for event in stream]
+            answer = await stream.get_final_completion()
+    done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert [event.arguments for event in done] == ['{"city":"Bonn"}']
+    assert answer.choices[0].finish_reason == "tool_calls"
+
+
 async def test_deltas_of_calls_are_whole() -> None:
     async with answering() as server:
         events = await server.events(PATH, {"messages": MESSAGES, "tools": TOOLS})
