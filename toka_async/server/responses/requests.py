@@ -219,6 +219,7 @@ class ResponsesRequest(WireRequest, frozen=True, kw_only=True):
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
     ignore_eos: bool = False
     structured_outputs: StructuredOutputs | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     priority: Priority = 0
     cache_salt: Salt | None = None

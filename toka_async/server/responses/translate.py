@@ -44,7 +44,7 @@ STATELESS = ("previous_response_id", "conversation")
 SAME = (  # fields that chats have under the same names
     *("model", "stream", "parallel_tool_calls", "temperature", "top_p", "top_k", "min_p", "seed", "stop"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens", "ignore_eos"),
-    *("structured_outputs", "chat_template_kwargs", "priority", "cache_salt", "request_id"),
+    *("structured_outputs", "thinking_token_budget", "chat_template_kwargs", "priority", "cache_salt", "request_id"),
 )
 CLOSING = {"content", "tool_calls"}  # of a turn: no text follows these in it
 NAMES = {  # of fields, in the errors of chats and in those of responses
