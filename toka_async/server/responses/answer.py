@@ -15,7 +15,7 @@ from toka_async.openai.errors import ApiError
 from toka_async.openai.requests import ChatRequest
 from toka_async.openai.responses import TokenLogprob
 from toka_async.server.engine.token_block import TokenRows, concat_rows
-from toka_async.server.generate.answers import num_kept, run_usage, wants_json_logprobs
+from toka_async.server.generate.answers import run_usage, wants_json_logprobs
 from toka_async.server.generate.chat import ChatAnswer, prepare_chat
 from toka_async.server.generate.sample_text import SampleStream
 from toka_async.server.generate.service import Output, PreparedRequest, Run, Service
@@ -117,7 +117,7 @@ class ResponseAnswer:
             for part, logprobs in reader.push(text, rows, is_end=is_end):
                 writer.add(part, logprobs)
         writer.end(is_cut=STATUSES[output.reason] != "completed")
-        return self.end(run, writer, output.reason, num_kept(outputs))
+        return self.end(run, writer, output.reason, output.rows.token_ids.tolist())
 
     def pieces(self, run: Run, output: Output) -> Iterator[tuple[str, TokenRows, bool]]:
         """The sample token by token where log-probs are wanted, so that each part gets those of its own tokens."""
@@ -140,7 +140,8 @@ class ResponseAnswer:
         reading = self.chat.reading
         return OutputWriter(new_call_id if reading is None else reading.format.new_id, summarizes=self.summarizes)
 
-    def end(self, run: Run, writer: OutputWriter, reason: Reason, num_tokens: int) -> ResponseObject:
+    def end(self, run: Run, writer: OutputWriter, reason: Reason, ids: list[int]) -> ResponseObject:
+        """The response of a sample that has ended; `ids` are its tokens."""
         status = STATUSES[reason]
         return replace(
             self.begun,
@@ -149,21 +150,32 @@ class ResponseAnswer:
             error=ResponseFault("the grammar of the output failed") if status == "failed" else None,
             incomplete_details=IncompleteDetails() if status == "incomplete" else None,
             output=writer.items,
-            usage=self.usage(run, writer, num_tokens),
+            usage=self.usage(run, writer, ids),
         )
 
-    def usage(self, run: Run, writer: OutputWriter, num_tokens: int) -> ResponseUsage:
-        """Reasoning is counted as the tokens of its text, without the markers around it."""
-        used, reasoning = run_usage(run, num_tokens), writer.reasoning
-        num_reasoning = len(self.service.tokenizer.encode(reasoning, False)) if reasoning else 0
+    def usage(self, run: Run, writer: OutputWriter, ids: list[int]) -> ResponseUsage:
+        used = run_usage(run, len(ids))
         cached = used.prompt_tokens_details.cached_tokens
         return ResponseUsage(
             input_tokens=used.prompt_tokens,
             input_tokens_details=InputUsage(cached_tokens=cached, cache_write_tokens=used.prompt_tokens - cached),
-            output_tokens=num_tokens,
-            output_tokens_details=OutputUsage(min(num_reasoning, num_tokens)),
+            output_tokens=len(ids),
+            output_tokens_details=OutputUsage(self.count_thought(writer.reasoning, ids)),
             total_tokens=used.total_tokens,
         )
+
+    def count_thought(self, reasoning: str, ids: list[int]) -> int:
+        """The tokens of a thought: those between its marks, or of its text where the marks are no single tokens."""
+        if not reasoning or self.chat.reading is None:
+            return 0
+        tokenizer, thought = self.service.tokenizer, self.chat.reading.format.thought
+        find = tokenizer.backend.token_to_id
+        marks = (None, None) if thought is None else (find(thought.opening), find(thought.closing))
+        if None in marks:
+            return min(len(tokenizer.encode(reasoning, False)), len(ids))
+        opening, closing = marks
+        end = ids.index(closing) if closing in ids else len(ids)
+        return end - (ids.index(opening) + 1 if opening in ids[:end] else 0)
 
 
 class PartReader:

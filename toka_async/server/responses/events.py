@@ -47,6 +47,7 @@ class ResponseEvents:
         self._by_token = wants_json_logprobs(run.generation)
         tokenizer = service.marking_tokenizer if run.generation.is_parsed else service.tokenizer
         self._samples = StreamedTexts(tokenizer, run.options, 1, 1, service.engine.requests.end_sample)
+        self._ids: list[int] = []  # of the tokens that have come
         self._number = 0  # of the next event
 
     @property
@@ -85,6 +86,7 @@ class ResponseEvents:
 
     def _push(self, row: int, rows: TokenRows, reason: Reason, request_id: int) -> list[AnyEvent]:
         piece, reason = self._samples.push(row, rows, reason, request_id)
+        self._ids += piece.rows.token_ids.tolist()
         events: list[AnyEvent] = []
         for part, logprobs in self._reader.push(piece.text, piece.rows, is_end=reason is not Reason.NONE):
             events += self._writer.add(part, logprobs)
@@ -95,7 +97,7 @@ class ResponseEvents:
     def _end(self, reason: Reason, fault: ResponseFault | None = None) -> list[AnyEvent]:
         status = STATUSES[reason]
         events: list[AnyEvent] = [*self._writer.end(is_cut=status != "completed")]
-        ended = self._answer.end(self._run, self._writer, reason, self._samples.num_tokens[0])
+        ended = self._answer.end(self._run, self._writer, reason, self._ids)
         ended = ended if fault is None else replace(ended, error=fault)
         kind = ENDS.get(status, "response.incomplete")
         return [*events, ResponseEvent(type=kind, response=ended)]
