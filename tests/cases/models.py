@@ -6,6 +6,7 @@ Made without transformers, in milliseconds; transformers reads them as it reads 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,20 @@ _BASE: dict[str, Any] = {
     "eos_token_id": END_ID,
 }
 _ARCHITECTURES = {
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "ministral": "MinistralForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "gemma3": "Gemma3ForConditionalGeneration",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -52,7 +67,7 @@ _ARCHITECTURES = {
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
-HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text")
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # some of their layers are recurrent
 _HYBRID: dict[str, Any] = {
     "num_hidden_layers": 4,
     "head_dim": 16,
@@ -63,17 +78,75 @@ _HYBRID: dict[str, Any] = {
     "linear_value_head_dim": 12,
 }
 _SHARED = {"moe_intermediate_size": 20, "shared_expert_intermediate_size": 24}
-_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
+_SEEING = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
 
+
+_OWN_FIELDS: dict[str, dict[str, Any]] = {
+    "olmo2": {"head_dim": ...},
+    "olmo3": {"head_dim": ..., "sliding_window": 9, "num_hidden_layers": 4, "rope_theta": 500000.0},
+    "smollm3": {"head_dim": ..., "pad_token_id": 0, "num_hidden_layers": 3, "no_rope_layer_interval": 2},
+    "phi3": {"head_dim": ..., "partial_rotary_factor": 0.5, "pad_token_id": 0},
+    "granite": {
+        "head_dim": ...,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.2,
+    },
+    "glm": {"attention_bias": True, "pad_token_id": 0},
+    "glm4": {"attention_bias": True, "pad_token_id": 0},
+    "seed_oss": {"attention_bias": True},
+    "ministral": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma": {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
+    "gemma2": {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "sliding_window": 9,
+        "query_pre_attn_scalar": 12,
+    },
+    "gemma3_text": {
+        "tie_word_embeddings": True,
+        "sliding_window": 9,
+        "sliding_window_pattern": 3,
+        "num_hidden_layers": 4,
+        "query_pre_attn_scalar": 12,
+        "rope_theta": ...,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "mistral3": {"sliding_window": None},
+}
+_OWN_FIELDS["gemma3"] = _OWN_FIELDS["gemma3_text"]
+_OWN_FIELDS |= dict.fromkeys((*HYBRIDS, "qwen3_5"), _HYBRID)
+# Families whose checkpoints have a text part: what it is, and fields of the whole.
+TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral3": ("mistral", {"spatial_merge_size": 2, "image_token_index": 10}),
+    "gemma3": ("gemma3_text", {"mm_tokens_per_image": 4, "image_token_index": 10}),
+    "qwen3_5": ("qwen3_5_text", {"vision_config": _SEEING}),
+}
+_NORMS = {
+    "olmo2": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "olmo3": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "glm4": (
+        *("input_layernorm", "post_attention_layernorm"),
+        *("post_self_attn_layernorm", "post_mlp_layernorm"),
+    ),
+    "gemma2": (
+        *("input_layernorm", "post_attention_layernorm"),
+        *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
+}
+_NORMS["gemma3_text"] = _NORMS["gemma2"]
+_ADDS_ONE = ("gemma", "gemma2", "gemma3_text", *HYBRIDS)  # their norms' weights are about 0
 
 _EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40},
-    "qwen3_next": _HYBRID | _SHARED | {"num_experts": 8, "num_experts_per_tok": 3},
-    "qwen3_5_text": _HYBRID,
-    "qwen3_5": _HYBRID,
-    "qwen3_5_moe_text": _HYBRID | _SHARED | {"num_experts": 6, "num_experts_per_tok": 2},
+    "qwen3_next": _SHARED | {"num_experts": 8, "num_experts_per_tok": 3},
+    "qwen3_5_moe_text": _SHARED | {"num_experts": 6, "num_experts_per_tok": 2},
 }
+
+
+_VISION = {"model_type": "pixtral", "hidden_size": 8, "num_hidden_layers": 0, "num_attention_heads": 2, "head_dim": 4}
 
 
 def heads(num_heads: int, num_kv_heads: int, hidden_size: int, **others: Any) -> dict[str, Any]:
@@ -88,27 +161,34 @@ def make_checkpoint(folder: Path, family: str, seed: int = 0, **overrides: Any) 
     An override of the value `...` leaves the field out. Returns `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config = _BASE | _EXPERTS.get(family, {}) | {"model_type": family, "architectures": [_ARCHITECTURES[family]]}
-    config |= overrides
+    config = _BASE | _EXPERTS.get(family, {}) | _OWN_FIELDS.get(family, {})
+    config |= {"model_type": family, "architectures": [_ARCHITECTURES[family]]} | overrides
     if family == "mistral":
         config.setdefault("sliding_window", None)
     config = {name: value for name, value in config.items() if value is not ...}
-    tensors = random_tensors(config, seed)
-    if family == "qwen3_5":
-        config, tensors = _wrap(config, tensors)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    if family in TEXT_PARTS:
+        _write_text_part(folder, config, seed)
+    else:
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(random_tensors(config, seed), folder / "model.safetensors", {"format": "pt"})
     write_tokenizer(folder)
     return folder
 
 
-def _wrap(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The configuration and tensors of a model for images whose language model these are."""
-    whole = {name: config.pop(name) for name in ("architectures", "tie_word_embeddings", "torch_dtype")}
-    whole |= {"model_type": config["model_type"], "vision_config": _VISION}
-    whole["text_config"] = config | {"model_type": f"{config['model_type']}_text"}
-    inner = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
-    return whole, inner | {"model.visual.merger.norm.bias": torch.zeros(16)}
+def _write_text_part(folder: Path, config: dict[str, Any], seed: int) -> None:
+    """A model that also sees, in the layout of published ones; its vision part is one tensor."""
+    kind, fields = TEXT_PARTS[config["model_type"]]
+    text = config | {"model_type": kind}
+    of_whole = ("architectures", "model_type", "torch_dtype", "eos_token_id", "bos_token_id", "tie_word_embeddings")
+    whole = {name: config[name] for name in of_whole} | {"text_config": text, "vision_config": _VISION} | fields
+    (folder / "config.json").write_text(json.dumps(whole))
+    tensors = {f"language_model.{name}": tensor for name, tensor in random_tensors(text, seed).items()}
+    tensors["vision_tower.patch_conv.weight"] = torch.zeros(8, 3, 4, 4)
+    if kind in HYBRIDS:
+        tensors = {re.sub(r"^language_model\.model\.", "model.language_model.", n): t for n, t in tensors.items()}
+        tensors = {n.removeprefix("language_model."): t for n, t in tensors.items() if "vision" not in n}
+        tensors["model.visual.merger.norm.bias"] = torch.zeros(16)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def random_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
@@ -116,15 +196,16 @@ def random_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, config["torch_dtype"])
 
-    def normal(shape: tuple[int, ...], name: str) -> Tensor:
-        scale, mean = (shape[-1] ** -0.5, 0.0) if len(shape) > 1 else (0.2, 1.0)
-        if config["model_type"] in HYBRIDS and name.endswith("norm.weight") and "linear_attn" not in name:
-            mean = 0.0  # of what is added to 1
-        if name.endswith("A_log"):  # states that keep much of their past
-            scale, mean = 0.5, -3.0
-        return (torch.randn(shape, generator=generator) * scale + mean).to(dtype)
+    def normal(shape: tuple[int, ...]) -> Tensor:
+        scale = shape[-1] ** -0.5 if len(shape) > 1 else 0.2
+        return (torch.randn(shape, generator=generator) * scale + (0.0 if len(shape) > 1 else 1.0)).to(dtype)
 
-    tensors = {name: normal(shape, name) for name, shape in _shapes(config).items()}
+    tensors = {name: normal(shape) for name, shape in _shapes(config).items()}
+    for name in tensors:
+        if config["model_type"] in _ADDS_ONE and name.endswith("norm.weight") and "linear_attn" not in name:
+            tensors[name] -= 1
+        if name.endswith("A_log"):  # states keep much of their past
+            tensors[name] -= 4
     tensors["model.embed_tokens.weight"] = torch.randn(
         (config["vocab_size"], config["hidden_size"]), generator=generator
     ).to(dtype)
@@ -143,12 +224,15 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         if has_experts(config, layer):
             shapes |= {f"{prefix}.{name}": shape for name, shape in _expert_shapes(config, hidden).items()}
         else:
-            for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+            outer = [("gate", (inner, hidden)), ("up", (inner, hidden))]
+            if config["model_type"] in ("phi3", "glm", "glm4"):
+                outer = [("gate_up", (2 * inner, hidden))]
+            for name, shape in (*outer, ("down", (hidden, inner))):
                 shapes[f"{prefix}.mlp.{name}_proj.weight"] = shape
                 if config.get("mlp_bias"):
                     shapes[f"{prefix}.mlp.{name}_proj.bias"] = shape[:1]
-        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
-        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+        for name in _NORMS.get(config["model_type"], ("input_layernorm", "post_attention_layernorm")):
+            shapes[f"{prefix}.{name}.weight"] = (hidden,)
     return shapes
 
 
@@ -187,18 +271,15 @@ def _is_recurrent(config: dict[str, Any], layer: int) -> bool:
 
 
 def _recurrent_shapes(config: dict[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
-    heads = config["linear_num_value_heads"]
-    keys, values = (
-        config["linear_num_key_heads"] * config["linear_key_head_dim"],
-        heads * config["linear_value_head_dim"],
-    )
+    heads, dim = config["linear_num_value_heads"], config["linear_value_head_dim"]
+    keys, values = config["linear_num_key_heads"] * config["linear_key_head_dim"], heads * dim
     if config["model_type"] == "qwen3_next":
         projections = {"in_proj_qkvz": 2 * keys + 2 * values, "in_proj_ba": 2 * heads}
     else:
         projections = {"in_proj_qkv": 2 * keys + values, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size, hidden) for name, size in projections.items()}
     shapes |= {"conv1d.weight": (2 * keys + values, 1, 4), "A_log": (heads,), "dt_bias": (heads,)}
-    shapes |= {"norm.weight": (config["linear_value_head_dim"],), "out_proj.weight": (hidden, values)}
+    shapes |= {"norm.weight": (dim,), "out_proj.weight": (hidden, values)}
     return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
 
 
@@ -208,17 +289,18 @@ def _attention_shapes(config: dict[str, Any], hidden: int) -> dict[str, tuple[in
     wide, narrow = heads * dim, (config.get("num_key_value_heads") or heads) * dim
     shapes: dict[str, tuple[int, ...]] = {}
     queries = 2 * wide if family in HYBRIDS else wide  # and their gates
-    for name, shape in (
-        ("q", (queries, hidden)),
-        ("k", (narrow, hidden)),
-        ("v", (narrow, hidden)),
-        ("o", (hidden, wide)),
-    ):
+    inputs = [("q", (queries, hidden)), ("k", (narrow, hidden)), ("v", (narrow, hidden))]
+    if family == "phi3":
+        inputs = [("qkv", (wide + 2 * narrow, hidden))]
+    for name, shape in (*inputs, ("o", (hidden, wide))):
         shapes[f"self_attn.{name}_proj.weight"] = shape
-        if config.get("attention_bias") or (family == "qwen2" and name != "o"):
+        has_bias = config.get("attention_bias") and (name != "o" or family not in ("glm", "glm4", "seed_oss"))
+        if has_bias or (family == "qwen2" and name != "o"):
             shapes[f"self_attn.{name}_proj.bias"] = shape[:1]
-    if family in ("qwen3", "qwen3_moe", *HYBRIDS):
+    if family in ("qwen3", "qwen3_moe", "gemma3_text", *HYBRIDS):
         shapes |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+    if family in ("olmo2", "olmo3"):
+        shapes |= {"self_attn.q_norm.weight": (wide,), "self_attn.k_norm.weight": (narrow,)}
     return shapes
 
 

@@ -115,3 +115,8 @@ def _prepare(each: Tensor, shape: DeltaShape) -> Tensor:
     heads = each.view(shape.num_key_heads, -1)
     heads = heads / (heads.square().sum(1, keepdim=True) + 1e-6).sqrt()
     return heads.repeat_interleave(shape.num_value_heads // shape.num_key_heads, 0)
+
+
+def split_z(shape: DeltaShape, projected: Tensor) -> tuple[Tensor, Tensor]:
+    """What is convolved, and the output's gate."""
+    return projected[:, : shape.num_channels], projected[:, shape.num_channels :]

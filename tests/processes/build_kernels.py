@@ -192,14 +192,14 @@ def build_states(dtype: str, key_heads: int, value_heads: int, key_dim: int, val
     weights = DeltaWeights(
         torch.zeros(shape.num_channels, 4, dtype=kind), heads, heads, torch.zeros(value_dim, dtype=kind), 1e-6
     )
-    projected = torch.zeros(81, shape.num_channels + shape.num_values, dtype=kind)
+    inputs, z = torch.zeros(81, shape.num_channels, dtype=kind), torch.zeros(81, shape.num_values, dtype=kind)
     none, lengths = torch.zeros(1, dtype=torch.int32), np.asarray([1, 80], np.int32)
     states = ChunkStates(np.asarray([1], np.int32), ((0, 70, 0),))
     batch = AttentionBatch(
         1, lengths, lengths, none, torch.zeros(2, dtype=torch.int64), none[None], none, states=states
     )
     ops.plan(batch)
-    ops.compute(0, projected, torch.zeros(81, 2 * value_heads, dtype=kind), weights)
+    ops.compute(0, inputs, z, torch.zeros(81, 2 * value_heads, dtype=kind), weights)
     return "all"
 
 
@@ -226,6 +226,6 @@ def run(arch: int, what: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    build.resolve_backend = lambda backend, _: backend  # type: ignore[assignment]
+    build.resolve_backend = lambda backend, *_: backend
     for arch, what, arguments in json.load(sys.stdin):
         print(json.dumps(run(arch, what, arguments)), flush=True)

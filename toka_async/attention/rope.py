@@ -40,7 +40,6 @@ class Rope(nn.Module):
     def __init__(self, spec: RopeSpec | None, dim: int, compute: RotationFunction = compute_rotation) -> None:
         """spec: None: nothing turns. dim: of a head."""
         super().__init__()
-        dim = dim if spec is None else spec.count_turned(dim)
         frequencies = torch.zeros(dim // 2, device="cpu") if spec is None else compute_frequencies(spec, dim)
         self.register_buffer("inverse_frequencies", frequencies.to(torch.get_default_device()), persistent=False)
         self.scale = 1.0 if spec is None else compute_scale(spec)
@@ -61,7 +60,11 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def compute_frequencies(spec: RopeSpec, dim: int) -> Tensor:
-    """Computes the angle that each pair of dimensions turns per position: float32 [dim / 2], on the CPU."""
+    """Computes the angle that each pair of dimensions turns per position: float32 [turned / 2], on the CPU.
+
+    dim: of a head, of which the first dimensions turn.
+    """
+    dim = spec.count_turned(dim)
     powers = spec.theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
     if spec.kind == "linear":
         return 1.0 / powers / spec.factor
@@ -69,15 +72,20 @@ def compute_frequencies(spec: RopeSpec, dim: int) -> Tensor:
         return _scale_llama3(spec, 1.0 / powers)
     if spec.kind == "yarn":
         return _scale_yarn(spec, powers, dim)
+    if spec.kind == "longrope":
+        factors = spec.long_factors if spec.is_long else spec.short_factors
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * powers)
     return 1.0 / powers
 
 
 def compute_scale(spec: RopeSpec) -> float:
-    """Computes the factor of cos and sin: 1 except for yarn (arXiv:2309.00071, section 3.4)."""
-    if spec.kind != "yarn":
+    """Computes the factor of cos and sin: 1 except for yarn (arXiv:2309.00071, section 3.4) and longrope."""
+    if spec.kind not in ("yarn", "longrope"):
         return 1.0
     if spec.attention_factor is not None:
         return spec.attention_factor
+    if spec.kind == "longrope":
+        return math.sqrt(1 + math.log(spec.factor) / math.log(spec.original_max_position)) if spec.factor > 1 else 1.0
     if spec.mscale and spec.mscale_all_dim:
         return _compute_mscale(spec.factor, spec.mscale) / _compute_mscale(spec.factor, spec.mscale_all_dim)
     return _compute_mscale(spec.factor, 1.0)

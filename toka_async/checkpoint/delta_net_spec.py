@@ -5,9 +5,11 @@ Knows no torch and no files.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import msgspec
 
-from toka_async.checkpoint.matrix_spec import MatrixSpec, PackedUnits, Units
+from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
 
 STATE_BYTES = 4  # of a number of a state: it is a sum over all tokens
 
@@ -55,34 +57,60 @@ class DeltaNetSpec(msgspec.Struct, frozen=True, tag="delta_net", kw_only=True):
         return f"{self.num_key_heads} key heads of recurrent layers"
 
     @property
-    def channels(self) -> PackedUnits:
+    def channels(self) -> tuple[Units, Units, Units]:
         """The convolution's channels: queries, keys and values, each of all heads."""
-        values = self.num_value_heads // self.num_key_heads * self.value_dim
-        return PackedUnits(self.num_key_heads, (self.key_dim, self.key_dim, values), by_unit=False)
+        keys = Units(self.num_key_heads, self.key_dim)
+        return keys, keys, Units(self.num_value_heads, self.value_dim)
 
-    def list_matrices(self, hidden_size: int, format: str) -> tuple[MatrixSpec, MatrixSpec, MatrixSpec]:
-        """Returns what is convolved with the output's gate z, the gates b and a, and the output.
+    def list_matrices(self, hidden_size: int, format: str) -> tuple[MatrixSpec, ...]:
+        """Returns what is convolved, the output's gate z, the gates b and a, and the output.
 
-        Gates are few, and a state depends on them for long: they are never quantized.
+        By head, z is part of the first. Gates are few, and a state depends on them for long: they are never quantized.
         """
-        hidden, group = Units(hidden_size), self.num_value_heads // self.num_key_heads
-        values, heads = Units(self.num_value_heads, self.value_dim), Units(self.num_value_heads)
-        if self.by_head:
-            sizes = (self.key_dim, self.key_dim, group * self.value_dim, group * self.value_dim)
-            projected: tuple[Units | PackedUnits, ...] = (PackedUnits(self.num_key_heads, sizes, by_unit=True),)
-            gates: tuple[Units | PackedUnits, ...] = (PackedUnits(self.num_key_heads, (group, group), by_unit=True),)
-            names: tuple[tuple[str, ...], ...] = (("in_proj_qkvz",), ("in_proj_ba",))
-        else:
-            projected, gates = (self.channels, values), (heads, heads)
-            names = (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))
-        first, second = (tuple(f"linear_attn.{name}" for name in each) for each in names)
-        return (
-            MatrixSpec(names=first, outputs=projected, inputs=hidden, split="outputs", format=format),
-            MatrixSpec(names=second, outputs=gates, inputs=hidden, split="outputs"),
-            MatrixSpec(
-                names=("linear_attn.out_proj",), outputs=(hidden,), inputs=values, split="inputs", format=format
-            ),
+        hidden, values = Units(hidden_size), self.channels[-1]
+        output = MatrixSpec(
+            names=("linear_attn.out_proj",), outputs=(hidden,), inputs=values, split="inputs", format=format
         )
+        if not self.by_head:
+            return (
+                MatrixSpec(
+                    names=("linear_attn.in_proj_qkv",) * 3,
+                    outputs=self.channels,
+                    inputs=hidden,
+                    split="outputs",
+                    format=format,
+                    fused="linear_attn.in_proj_qkv",
+                ),
+                MatrixSpec(
+                    names=("linear_attn.in_proj_z",), outputs=(values,), inputs=hidden, split="outputs", format=format
+                ),
+                MatrixSpec(
+                    names=("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+                    outputs=(Units(self.num_value_heads),) * 2,
+                    inputs=hidden,
+                    split="outputs",
+                ),
+                output,
+            )
+        group = self.num_value_heads // self.num_key_heads
+        return (
+            MatrixSpec(
+                names=("linear_attn.in_proj_qkvz",),
+                outputs=(self._pack(self.key_dim, self.key_dim, group * self.value_dim, group * self.value_dim),),
+                inputs=hidden,
+                split="outputs",
+                format=format,
+            ),
+            MatrixSpec(
+                names=("linear_attn.in_proj_ba",), outputs=(self._pack(group, group),), inputs=hidden, split="outputs"
+            ),
+            output,
+        )
+
+    def _pack(self, *sizes: int) -> Units:
+        """Returns the rows of a matrix that has several kinds of each key head together."""
+        starts = accumulate(sizes, initial=0)
+        return Units(self.num_key_heads, sum(sizes), kinds=tuple(zip(starts, sizes, strict=False)))
 
     def count_values(self) -> int:
         """Counts a token's values that are alive at once, beside the layer's input: projections, before and after."""

@@ -26,60 +26,36 @@ WEIGHT_BYTES: dict[str, Callable[[int, int, int], int]] = {
 
 
 class Units(msgspec.Struct, frozen=True):
-    """One side of a matrix: `count` units of `size` values, such as heads. Tensor ranks divide units."""
+    """One side of a matrix: `count` units of `size` values, such as heads. Tensor ranks divide units.
+
+    order: which value of a unit in the checkpoint is the first, the second, and so on; empty: they are in order. kinds:
+    (first value, values) of each kind that a unit has, such as a head's gate and its query: on a rank all units' values
+    of the first kind come first, and so on; empty: units lie one after the other.
+    """
 
     count: int
     size: int = 1
+    order: tuple[int, ...] = ()
+    kinds: tuple[tuple[int, int], ...] = ()
 
     @property
     def total(self) -> int:
         return self.count * self.size
 
-    def has_whole(self, block: int) -> bool:
-        return self.total % block == 0
-
-
-class PackedUnits(msgspec.Struct, frozen=True):
-    """One side of a matrix whose units have values of several kinds, such as a head's query and its gate.
-
-    sizes: of a unit's values of each kind, in the checkpoint's order. by_unit: each unit's values lie together there;
-    otherwise those of a kind do. order: of the kinds on a rank, where those of a kind lie together; empty: the same.
-    """
-
-    count: int
-    sizes: tuple[int, ...]
-    by_unit: bool
-    order: tuple[int, ...] = ()
-
-    @property
-    def total(self) -> int:
-        return self.count * sum(self.sizes)
-
-    def list_places(self, first: int, count: int) -> list[tuple[int, int]]:
-        """Lists where the checkpoint has some of the units, as (start, values), in the order of a rank."""
-        size, places = sum(self.sizes), list[tuple[int, int]]()
-        for kind in self.order or range(len(self.sizes)):
-            before, own = sum(self.sizes[:kind]), self.sizes[kind]
-            if self.by_unit:
-                places += [(unit * size + before, own) for unit in range(first, first + count)]
-            else:
-                places.append((self.count * before + first * own, count * own))
-        return places
-
-    def has_whole(self, block: int) -> bool:
-        """Tells whether the values of each kind that lie together are whole blocks."""
-        return not any((size if self.by_unit else self.count * size) % block for size in self.sizes)
-
 
 class MatrixSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Matrices of a checkpoint that have one input, multiplied as one matrix with their outputs side by side."""
+    """Matrices of a checkpoint that have one input, multiplied as one matrix with their outputs side by side.
+
+    fused: the checkpoint has all of them as one tensor of this name; empty: each by itself.
+    """
 
     names: tuple[str, ...]  # of each in its layer, without what follows the last point: "self_attn.q_proj"
-    outputs: tuple[Units | PackedUnits, ...]  # of each
+    outputs: tuple[Units, ...]  # of each
     inputs: Units
     split: Literal["outputs", "inputs"]  # the side that tensor ranks divide
     bias: bool = False
     format: str = "dense"  # a key of WEIGHT_BYTES
+    fused: str = ""
 
     @property
     def num_outputs(self) -> int:
@@ -95,7 +71,10 @@ class MatrixSpec(msgspec.Struct, frozen=True, kw_only=True):
         quantization = FORMATS.get(self.format)
         if quantization is None or quantization.scaling != "block":
             return True
-        return all(units.has_whole(BLOCK) for units in (*self.outputs, self.inputs))
+        # Values would change their block.
+        is_split = any(units.order and BLOCK % units.size for units in self.outputs)
+        is_split |= any(place % BLOCK for units in self.outputs for kind in units.kinds for place in kind)
+        return not is_split and not any(units.total % BLOCK for units in (*self.outputs, self.inputs))
 
     def count_bytes(self, itemsize: int) -> int:
         """Counts the bytes of the parameters. itemsize: bytes of a value that is not quantized."""

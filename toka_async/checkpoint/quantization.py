@@ -12,7 +12,6 @@ from typing import Any, Literal
 import msgspec
 
 from toka_async.checkpoint.json_file import JsonFile
-from toka_async.checkpoint.text_part import find_text_name
 
 BLOCK = 128  # rows and columns of a block
 METHODS = "fp8 with weight_block_size, compressed-tensors of the format float-quantized"
@@ -124,7 +123,7 @@ def _names(file: JsonFile, field: str) -> list[str]:
     names = file.fields.get(field) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise file.error(field, f"is {names!r}: expected a list of strings")
-    return [find_text_name(name) for name in names]
+    return names
 
 
 def _check_pattern(file: JsonFile, pattern: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toka_async.checkpoint.text_part import find_text_name
+from toka_async.checkpoint.names import find_text_name
 
 _STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 _MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}

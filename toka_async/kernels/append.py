@@ -34,7 +34,7 @@ def append(
     sin negated), [tokens, 1, turned] each: of the first dimensions, which turn, i pairs with i + turned / 2. keys,
     values: one layer of the cache [pages, kv_heads, page_size, dim]. write_indices int64 [tokens]: page * page_size +
     offset.
-    norm_weight [heads + kv_heads, dim]: RMSNorm of each query and key head first (arXiv:1910.07467). scales: if the
+    norm_weight [heads + kv_heads, dim]: RMSNorm of each query and key head first (see `QueryKeyNorm`). scales: if the
     cache stores E4M3, keys and values are divided by these, and saturate.
     """
     num_tokens, num_all, dim = heads.shape
@@ -127,9 +127,10 @@ def _append(
         weights = norm_weight + head[:, None] * dim
         weight_low = tl.load(weights + first[None, :], mask=weighted, other=0.0).to(tl.float32)
         weight_high = tl.load(weights + second[None, :], mask=weighted, other=0.0).to(tl.float32)
-        # Rounds before and after the weight, as a model in this dtype does.
-        turn_low = ((low * factor).to(dtype).to(tl.float32) * weight_low).to(dtype).to(tl.float32)
-        turn_high = ((high * factor).to(dtype).to(tl.float32) * weight_high).to(dtype).to(tl.float32)
+        # Rounds before and after the weight, as a model in this dtype does; a float32 weight is after no rounding.
+        inner: tl.constexpr = norm_weight.dtype.element_ty
+        turn_low = ((low * factor).to(inner).to(tl.float32) * weight_low).to(dtype).to(tl.float32)
+        turn_high = ((high * factor).to(inner).to(tl.float32) * weight_high).to(dtype).to(tl.float32)
     angle = token * 2 * turn + column
     cos_low = tl.load(cos + angle, mask=column < turn, other=1.0).to(tl.float32)[None, :]
     cos_high = tl.load(cos + angle + turn, mask=column < turn, other=1.0).to(tl.float32)[None, :]

@@ -9,15 +9,16 @@ from torch import Tensor, nn
 
 from toka_async.attention.base import AttentionBackend
 from toka_async.checkpoint.attention_spec import AttentionSpec
+from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.model.activation_layout import ActivationLayout
 from toka_async.model.comm import Comm
-from toka_async.model.layers import HeadNorm, InputNorm
+from toka_async.model.layers import HeadNorm, InputNorm, ProjectionNorm
 from toka_async.model.matrices.build import build_matrix
 from toka_async.model.matrices.matrix import MatrixUse
 from toka_async.model.matrices.ops import Ops
 from toka_async.model.matrices.part import WeightPart
-from toka_async.model.matrices.share import share_rows, share_units
+from toka_async.model.matrices.share import share_units
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -32,11 +33,7 @@ class Attention(nn.Module):
         self.dim = attention.head_dim
         qkv, output = spec.layers[number].list_mixer_matrices(spec.hidden_size)
         self.qkv = build_matrix(qkv, comm, ops)
-        self.head_norm: HeadNorm | None = None
-        if attention.head_norm is not None:
-            _, keys, _ = (share_rows(units, comm).size // self.dim for units in qkv.outputs)
-            queries = share_units(output.inputs, comm).size // self.dim
-            self.head_norm = HeadNorm(queries, keys, self.dim, spec.norm.eps, attention.head_norm.adds_one)
+        self.head_norm, self.projection_norm = _build_norms(attention, qkv, spec.norm.eps, comm)
         self.output = build_matrix(output, comm, ops)
         self.num_gates = self.output.shape[1] if attention.gated else 0
 
@@ -54,6 +51,8 @@ class Attention(nn.Module):
         num_tokens = len(rotation[0])
         projected = layout.trim(layout.column(rows, self.qkv), num_tokens)
         heads = projected[:, self.num_gates :].view(num_tokens, -1, self.dim)  # [t, heads + 2 kv_heads, dim]
+        if self.projection_norm is not None:
+            heads = self.projection_norm(heads)
         head_norm = self.head_norm() if self.head_norm is not None else None
         mixed = backend.attend(self.index, heads, rotation, head_norm).flatten(1)
         if self.num_gates:
@@ -66,5 +65,20 @@ class Attention(nn.Module):
     def parts(self) -> Iterator[tuple[str, WeightPart]]:
         yield from self.qkv.parts()
         yield from self.output.parts()
-        if self.head_norm is not None:
-            yield from self.head_norm.parts()
+        norm = self.head_norm or self.projection_norm
+        if norm is not None:
+            yield from norm.parts()
+
+
+def _build_norms(
+    attention: AttentionSpec, qkv: MatrixSpec, eps: float, comm: Comm
+) -> tuple[HeadNorm | None, ProjectionNorm | None]:
+    norm, dim = attention.head_norm, attention.head_dim
+    if norm is None:
+        return None, None
+    queries = share_units(Units(attention.num_heads, dim), comm)
+    _, keys, _ = (share_units(units, comm) for units in qkv.outputs)
+    if norm.over == "projection":
+        return None, ProjectionNorm(queries, keys, eps, comm)
+    order = qkv.outputs[1].order
+    return HeadNorm(queries.size // dim, keys.size // dim, dim, eps, norm.adds_one, order), None

@@ -20,6 +20,7 @@ from torch import Tensor
 from toka_async.bar import Show, show_nothing
 from toka_async.checkpoint.division import StagePart
 from toka_async.checkpoint.json_file import JsonFile, ModelError
+from toka_async.checkpoint.names import is_of_other_part
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.checkpoint.stored_names import StoredSlice, list_stored_parts
 from toka_async.model.activation_layout import LayoutPolicy
@@ -73,7 +74,7 @@ def random_weights(decoder: Decoder, seed: int, show: Show = show_nothing) -> No
             continue
         generator = torch.Generator(part.target.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         is_float = part.target.itemsize > 1  # there are no random numbers of 8 bits
-        if is_float and part.is_whole and part.store is None:
+        if is_float and part.is_whole and part.store is None and part.order is None:
             part.target.normal_(0.0, 0.02, generator=generator)
             continue
         dtype = part.target.dtype if is_float else torch.float32
@@ -166,12 +167,12 @@ def _open_tensors(
     for path in weight_files(model_dir):
         try:
             with safe_open(path, framework="pt") as file:
-                for stored in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                    tensor = file.get_slice(stored)
-                    for part in list_stored_parts(stored, tensor.get_shape(), parts):
+                for full_name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                    tensor = file.get_slice(full_name)
+                    for part in list_stored_parts(full_name, tensor.get_shape(), parts):
                         if part.name in parts:
                             yield path, part.name, StoredSlice(part, tensor)
-                        else:
+                        elif not is_of_other_part(full_name):
                             _check_unexpected(path, part.name, decoder.part)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: is not a readable safetensors file ({error}); download it again") from None

@@ -11,6 +11,7 @@ from difflib import get_close_matches
 
 import torch
 
+from toka_async.checkpoint.names import is_of_other_part
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.checkpoint.stored_names import list_stored_parts
 from toka_async.model.weights import build_decoder
@@ -59,10 +60,12 @@ class WeightCatalog:
                 raise UpdateError(f"{info.name} comes twice in one update")
             names.add(part.name)
             expected = self.tensors.get(part.name)
+            if expected is None and is_of_other_part(info.name):
+                continue
             if expected is None:
-                raise UpdateError(f"{info.name}: {self._explain(part.name)}")
+                raise UpdateError(f"{info.name}: {self._explain(info.name)}")
             if part.shape != expected.shape:
-                raise UpdateError(f"{part.name} has shape {list(part.shape)}, the model's has {list(expected.shape)}")
+                raise UpdateError(f"{info.name} has shape {list(part.shape)}, the model's has {list(expected.shape)}")
             if SAFETENSORS[info.dtype] not in expected.dtypes:
                 supported = [str(dtype)[6:] for dtype, name in SAFETENSORS.items() if name in expected.dtypes]
                 raise UpdateError(f"{info.name} is of type {str(info.dtype)[6:]}; supported: {', '.join(supported)}")
@@ -83,7 +86,7 @@ class WeightCatalog:
         if self._is_tied and name == HEAD:
             return "the model's embeddings are tied; leave it out, and send model.embed_tokens.weight"
         for fused, parts in FUSED.items():
-            if fused in name:
+            if fused in name and not any(fused in each for each in self.tensors):
                 return f"it is a fused matrix; send {parts}, as in a checkpoint"
         close = get_close_matches(name, self.tensors, n=1, cutoff=0.8)
         hint = f"; did you mean {close[0]}?" if close else ""

@@ -77,13 +77,3 @@ def test_yarn_scales_cos_and_sin() -> None:
         torch.tensor([0]), torch.float32
     )
     assert cos.tolist() == [[[1.5] * 8]]
-
-
-def test_a_part_of_a_head_turns() -> None:
-    """As a smaller head would; the other dimensions stay."""
-    spec = RopeSpec(part=0.25)
-    rope, small = Rope(spec, 32), Rope(RopeSpec(), 8)
-    x, positions = torch.randn(3, 2, 32), torch.tensor([0, 1, 50])
-    turned = rotate(x, rope(positions, torch.float32))
-    torch.testing.assert_close(turned[..., :8], rotate(x[..., :8], small(positions, torch.float32)))
-    assert torch.equal(turned[..., 8:], x[..., 8:])

@@ -21,10 +21,11 @@ class StateOps(Protocol):
         """Prepares for a capture of decoding rows, whose slots are read from device memory."""
         ...
 
-    def compute(self, layer: int, projected: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
+    def compute(self, layer: int, inputs: Tensor, z: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
         """Computes a layer of a step, and leaves each row's state behind its last token.
 
-        projected: [t, channels + values]: queries, keys, values, and the gate z of the output, head by head each.
-        gates: [t, 2 * value heads]: b, of which beta is the sigmoid, and a. Returns [t, values].
+        inputs: [t, channels]: queries, keys and values, head by head each. z: [t, values], the output's gate. gates:
+        [t, 2 * value heads]: b, of which beta is the sigmoid, and a. A token's numbers are contiguous. Returns
+        [t, values].
         """
         ...

@@ -32,12 +32,11 @@ class TorchStateOps:
     def plan_graph(self, batch: AttentionBatch) -> None:  # noqa: ARG002
         raise AssertionError("plain torch is not captured")
 
-    def compute(self, layer: int, projected: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
+    def compute(self, layer: int, inputs: Tensor, z: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
         shape, cut = self._cache.shape, self._cut
         assert cut is not None
-        inputs, z = torch.split(projected, [shape.num_channels, shape.num_values], dim=1)
         beta, decay = compute_rates(gates, weights)
-        output = torch.empty(len(projected), shape.num_value_heads, shape.value_dim, device=projected.device)
+        output = torch.empty(len(inputs), shape.num_value_heads, shape.value_dim, device=inputs.device)
         num_decode = len(self._slots)
         if num_decode:
             rows = slice(0, num_decode)
@@ -55,7 +54,7 @@ class TorchStateOps:
                 if kept >= 0:
                     self._keep(layer, kept, state, newest)
             self._keep(layer, slot, state, newest)
-        return norm_gated(output, z.view_as(output), weights).flatten(1)
+        return norm_gated(output, z.reshape(output.shape), weights).flatten(1)
 
     def _decode(self, layer: int, inputs: Tensor, beta: Tensor, decay: Tensor, weights: DeltaWeights) -> Tensor:
         """Takes one token of each row, [n, channels]. Returns [n, value heads, value_dim]."""

@@ -42,22 +42,21 @@ class TritonStateOps:
     def plan_graph(self, batch: AttentionBatch) -> None:
         self._slots, self._chunks = batch.slots, self._chunks[:0]
 
-    def compute(self, layer: int, projected: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
+    def compute(self, layer: int, inputs: Tensor, z: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
         cache, shape, num_decode = self._cache, self._cache.shape, len(self._slots)
-        recurrent, inputs = cache.recurrent[:, layer], cache.inputs[:, layer]
-        z = projected[:, shape.num_channels :]
+        recurrent, newest = cache.recurrent[:, layer], cache.inputs[:, layer]
         outputs = []
         if num_decode:
-            rows = projected[:num_decode]
-            convolved = convolve(rows, inputs, self._slots, None, weights.convolution, shape, cache.padding)
+            rows = inputs[:num_decode]
+            convolved = convolve(rows, newest, self._slots, None, weights.convolution, shape, cache.padding)
             states = recurrent, self._slots, weights, shape, cache.padding
             outputs.append(step_states(convolved, z[:num_decode], gates[:num_decode], *states))
         if len(self._chunks):
-            tokens, pieces, chunks = projected[num_decode:], self._pieces, self._chunks
+            tokens, pieces, chunks = inputs[num_decode:], self._pieces, self._chunks
             convolved = convolve(
-                tokens, inputs, self._token_slots, self._offsets, weights.convolution, shape, cache.padding
+                tokens, newest, self._token_slots, self._offsets, weights.convolution, shape, cache.padding
             )
-            keep_inputs(tokens, inputs, pieces, chunks, shape)
+            keep_inputs(tokens, newest, pieces, chunks, shape)
             read = read_chunks(convolved, gates[num_decode:], recurrent, pieces, chunks, weights, shape)
             outputs.append(norm_outputs(read, z[num_decode:], weights.norm, weights.eps))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

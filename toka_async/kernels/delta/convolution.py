@@ -28,7 +28,7 @@ def convolve(
 ) -> Tensor:
     """Convolves tokens; returns queries, keys and values, [t, channels].
 
-    projected: [t, channels or more], whose first values are the inputs. states: [slots, channels, width - 1], oldest
+    projected: [t, channels], a token's contiguous. states: [slots, channels, width - 1], oldest
     input first. slots: [t], of each token; `padding` has no state. offsets: int32 [t], each token's place in its row's
     chunk, one chunk after the other; None: each token is a row of its own, and becomes its slot's newest input.
     weights: [channels, width].

@@ -10,9 +10,9 @@ from toka_async.model.matrices.dense import DenseMatrix
 from toka_async.model.matrices.fp8 import Fp8Matrix
 from toka_async.model.matrices.matrix import Matrix
 from toka_async.model.matrices.ops import Ops
-from toka_async.model.matrices.share import Place, RowShare, Share, share_rows, share_units, whole_of
+from toka_async.model.matrices.share import Place, Share, share_units, whole_of
 
-MATRICES: dict[str, Callable[[MatrixSpec, Sequence[RowShare], Share, Ops], Matrix]] = {
+MATRICES: dict[str, Callable[[MatrixSpec, Sequence[Share], Share, Ops], Matrix]] = {
     "dense": DenseMatrix,
     **dict.fromkeys(FORMATS, Fp8Matrix),
 }
@@ -21,9 +21,9 @@ MATRICES: dict[str, Callable[[MatrixSpec, Sequence[RowShare], Share, Ops], Matri
 def build_matrix(spec: MatrixSpec, place: Place, ops: Ops) -> Matrix:
     """Builds unset parameters of torch's default dtype on its default device."""
     if spec.split == "outputs":
-        outputs: list[RowShare] = [share_rows(units, place) for units in spec.outputs]
+        outputs = [share_units(units, place) for units in spec.outputs]
         inputs = whole_of(spec.num_inputs)
     else:
-        outputs = [whole_of(units.total) for units in spec.outputs]  # none of these is packed
+        outputs = [whole_of(units.total) for units in spec.outputs]
         inputs = share_units(spec.inputs, place)
     return MATRICES[spec.format](spec, outputs, inputs, ops)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
-from toka_async.checkpoint.matrix_spec import PackedUnits, Units
+from toka_async.checkpoint.matrix_spec import Units
 
 
 class Place(Protocol):
@@ -41,49 +41,42 @@ class Share:
         return self.size == self.total
 
     @property
+    def runs(self) -> tuple[Share, ...]:
+        return (self,)
+
+    @property
     def indices(self) -> slice:
         return slice(self.start, self.start + self.size)
 
-    @property
-    def pieces(self) -> tuple[Share, ...]:
-        return (self,)
-
 
 @dataclass(slots=True, frozen=True)
-class PiecedShare:
-    """A rank's part of `total` rows in several pieces, one after the other in this order."""
+class JoinedShare:
+    """A rank's parts of several ranges of rows that are one after the other in a tensor."""
 
-    pieces: tuple[Share, ...]
+    shares: tuple[Share, ...]
 
     @property
     def total(self) -> int:
-        return self.pieces[0].total
-
-    @property
-    def size(self) -> int:
-        return sum(piece.size for piece in self.pieces)
-
-    def divided(self, num: int) -> PiecedShare:
-        """See `Share.divided`, for each piece."""
-        return PiecedShare(tuple(piece.divided(num) for piece in self.pieces))
+        return sum(share.total for share in self.shares)
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all rows in their order, which has no pieces."""
-        return False
+        return all(share.is_whole for share in self.shares)
 
+    @property
+    def runs(self) -> tuple[Share, ...]:
+        """Returns each part as one of the whole tensor."""
+        if self.is_whole:
+            return (whole_of(self.total),)
+        starts = accumulate((share.total for share in self.shares), initial=0)
+        return tuple(
+            Share(self.total, start + share.start, share.size)
+            for start, share in zip(starts, self.shares, strict=False)
+        )
 
-RowShare = Share | PiecedShare
-
-
-def join_shares(shares: Sequence[Share]) -> RowShare:
-    """Joins parts of the same rows, in this order; those that follow each other are one piece."""
-    pieces: list[Share] = []
-    for share in shares:
-        if pieces and pieces[-1].start + pieces[-1].size == share.start:
-            share = Share(share.total, pieces[-1].start, pieces.pop().size + share.size)
-        pieces.append(share)
-    return pieces[0] if len(pieces) == 1 else PiecedShare(tuple(pieces))
+    def divided(self, num: int) -> JoinedShare:
+        """See `Share.divided`."""
+        return JoinedShare(tuple(share.divided(num) for share in self.shares))
 
 
 def whole_of(total: int) -> Share:
@@ -96,14 +89,6 @@ def share_of(total: int, place: Place) -> Share:
     assert total % place.size == 0, f"{total} cannot be split over {place.size} ranks"
     size = total // place.size
     return Share(total, place.rank * size, size)
-
-
-def share_rows(units: Units | PackedUnits, place: Place) -> RowShare:
-    """Returns the rows of this rank's equal part of the units; see `share_units`."""
-    if isinstance(units, Units):
-        return share_units(units, place)
-    own = share_of(units.count, place)
-    return join_shares([Share(units.total, *each) for each in units.list_places(own.start, own.size)])
 
 
 def share_units(units: Units, place: Place) -> Share:

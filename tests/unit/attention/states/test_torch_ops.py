@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.cases.states import SHAPE, compute_by_token, make_batch, make_cache, make_inputs, make_weights
+from tests.cases.states import SHAPE, compute_by_token, make_batch, make_cache, make_inputs, make_weights, split_z
 from toka_async.attention.states.torch_ops import TorchStateOps
 
 CPU = torch.device("cpu")
@@ -25,10 +25,11 @@ def test_pieces_compute_what_single_tokens_do(
     weights = make_weights(SHAPE, torch.float32, CPU)
     batch = make_batch(decode, chunks, saves, CPU)
     projected, gates = make_inputs(SHAPE, int(batch.query_lengths.sum()), torch.float32, CPU)
+    inputs, z = split_z(SHAPE, projected)
     ours, exact = (make_cache(SHAPE, torch.float32, CPU) for _ in range(2))
     ops = TorchStateOps(ours)
     ops.plan(batch)
-    output = ops.compute(1, projected, gates, weights)
+    output = ops.compute(1, inputs, z, gates, weights)
     expected = compute_by_token(exact, 1, batch, projected, gates, weights)
     torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(ours.recurrent, exact.recurrent, atol=1e-5, rtol=1e-4)
@@ -38,15 +39,16 @@ def test_pieces_compute_what_single_tokens_do(
 def test_chunks_cut_anywhere_give_the_same_state() -> None:
     weights = make_weights(SHAPE, torch.float32, CPU)
     projected, gates = make_inputs(SHAPE, 90, torch.float32, CPU)
+    inputs, z = split_z(SHAPE, projected)
     whole, cut = (make_cache(SHAPE, torch.float32, CPU) for _ in range(2))
     ops = TorchStateOps(whole)
     ops.plan(make_batch([], [(0, 90)], [], CPU))
-    expected = ops.compute(0, projected, gates, weights)
+    expected = ops.compute(0, inputs, z, gates, weights)
     ops, outputs, first = TorchStateOps(cut), [], 0
     for length in (1, 2, 60, 1, 26):
         ops.plan(make_batch([], [(0, length)], [], CPU))
         tokens = slice(first, first + length)
-        outputs.append(ops.compute(0, projected[tokens], gates[tokens], weights))
+        outputs.append(ops.compute(0, inputs[tokens], z[tokens], gates[tokens], weights))
         first += length
     torch.testing.assert_close(torch.cat(outputs), expected, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(cut.recurrent, whole.recurrent, atol=1e-5, rtol=1e-4)

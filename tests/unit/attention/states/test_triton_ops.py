@@ -5,7 +5,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.cases.states import MAX_SEQS, SHAPE, compute_by_token, make_batch, make_cache, make_inputs, make_weights
+from tests.cases.states import (
+    MAX_SEQS,
+    SHAPE,
+    compute_by_token,
+    make_batch,
+    make_cache,
+    make_inputs,
+    make_weights,
+    split_z,
+)
 from toka_async.attention.states.triton_ops import TritonStateOps
 from toka_async.kernels.delta.layer import DeltaShape
 
@@ -35,10 +44,11 @@ def test_kernels_compute_what_single_tokens_do(
     weights = make_weights(shape, dtype, device)
     batch = make_batch(decode, chunks, saves, device)
     projected, gates = make_inputs(shape, int(batch.query_lengths.sum()), dtype, device)
+    inputs, z = split_z(shape, projected)
     ours, exact = (make_cache(shape, dtype, device) for _ in range(2))
     ops = TritonStateOps(ours)
     ops.plan(batch)
-    output = ops.compute(1, projected, gates, weights)
+    output = ops.compute(1, inputs, z, gates, weights)
     expected = compute_by_token(exact, 1, batch, projected, gates, weights)
     assert output.dtype == dtype
     tolerance = TOLERANCE[dtype]
@@ -53,12 +63,13 @@ def test_equal_keys_do_not_lose_digits(device: torch.device) -> None:
     weights.log_decay.fill_(-20)
     batch = make_batch([], [(0, 64)], [], device)
     projected, gates = make_inputs(SHAPE, 64, torch.float32, device)
+    inputs, z = split_z(SHAPE, projected)
     projected[:, : SHAPE.num_channels] = projected[0, : SHAPE.num_channels]
     gates[:, : SHAPE.num_value_heads] = 4
     ours, exact = (make_cache(SHAPE, torch.float32, device) for _ in range(2))
     ops = TritonStateOps(ours)
     ops.plan(batch)
-    output = ops.compute(0, projected, gates, weights)
+    output = ops.compute(0, inputs, z, gates, weights)
     expected = compute_by_token(exact, 0, batch, projected, gates, weights)
     torch.testing.assert_close(output.double(), expected, atol=2e-3, rtol=2e-3)
 
@@ -67,11 +78,12 @@ def test_padding_changes_no_state(device: torch.device) -> None:
     weights = make_weights(SHAPE, torch.float32, device)
     batch = make_batch([2, MAX_SEQS, MAX_SEQS], [], [], device)
     projected, gates = make_inputs(SHAPE, 3, torch.float32, device)
+    inputs, z = split_z(SHAPE, projected)
     cache = make_cache(SHAPE, torch.float32, device)
     recurrent, inputs = cache.recurrent.clone(), cache.inputs.clone()
     ops = TritonStateOps(cache)
     ops.plan_graph(batch)
-    output = ops.compute(0, projected, gates, weights)
+    output = ops.compute(0, inputs, z, gates, weights)
     assert output.isfinite().all()
     others = [number for number in range(len(recurrent)) if number != 2]
     assert torch.equal(cache.recurrent[others], recurrent[others])

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from toka_async.model.matrices.part import WeightPart, make_unset
-from toka_async.model.matrices.share import PiecedShare, Share, whole_of
+from toka_async.model.matrices.share import Share, whole_of
 
 
 def test_a_rank_cuts_its_part_out_and_keeps_its_address() -> None:
@@ -29,12 +29,3 @@ def test_a_part_may_store_values_in_its_own_way() -> None:
     target, stored = make_unset(2, 2), list[torch.Tensor]()
     WeightPart(target.data, (whole_of(2), whole_of(2)), store=stored.append).write(torch.ones(2, 2))
     assert [values.tolist() for values in stored] == [[[1, 1], [1, 1]]]
-
-
-def test_pieces_are_cut_in_the_order_of_the_rank() -> None:
-    parameter = make_unset(3, 2)
-    part = WeightPart(parameter.data, (PiecedShare((Share(5, 3, 1), Share(5, 0, 2))), whole_of(2)))
-    part.write(part.cut(torch.arange(10.0).view(part.shape)))
-    assert parameter.tolist() == [[6, 7], [0, 1], [2, 3]]
-    assert part.list_cells() == [(slice(0, 1), [3, 0]), (slice(1, 3), [0, 0])]
-    assert not part.is_whole
