@@ -195,9 +195,9 @@ def test_groups_with_a_shared_prefix_change_nothing(reference: Reference, monkey
     merged: list[int] = []
     in_two_parts = ReferenceAttention._attend_grouped
 
-    def counting(self: ReferenceAttention, plan: TilePlan, rows: Tensor, layer: int, query: Tensor) -> Tensor:
+    def counting(self: ReferenceAttention, plan: TilePlan, rows: Tensor, *rest: Any) -> Tensor:
         merged.append(rows.numel())
-        return in_two_parts(self, plan, rows, layer, query)
+        return in_two_parts(self, plan, rows, *rest)
 
     monkeypatch.setattr(ReferenceAttention, "_attend_grouped", counting)
     monkeypatch.setattr("toka_async.attention.reference.TileLimits", partial(TileLimits, shared_bytes=0))

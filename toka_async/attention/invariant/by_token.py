@@ -46,14 +46,24 @@ class TokenAttention:
         self.plans = {window: self._locate_keys(batch, window) for window in set(self.windows)}
 
     def attend(
-        self, layer: int, heads: Tensor, rotation: tuple[Tensor, Tensor], norm: QueryKeyNorm | None = None
+        self,
+        layer: int,
+        heads: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        norm: QueryKeyNorm | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         query = append_tokens(self.cache, layer, self.write_slots, heads, rotation, norm)
         output, scales = torch.empty_like(query), self.cache.scales[layer]
         for token, seen in enumerate(self.plans[self.windows[layer]]):
             keys, values = self._gather(self.cache.keys[layer], seen), self._gather(self.cache.values[layer], seen)
             own = query[token].clone().view(1, self.cache.num_kv_heads, -1, self.cache.head_dim)
-            mixed = F.scaled_dot_product_attention(own, keys, values, scale=self.scale * scales.keys)
+            if sinks is None:
+                mixed = F.scaled_dot_product_attention(own, keys, values, scale=self.scale * scales.keys)
+            else:
+                scores = (own.float() * self.scale * scales.keys) @ keys.float().mT  # [1, kv_heads, group, keys]
+                logits = torch.cat((scores, sinks.float().view(*scores.shape[:3], 1)), -1)
+                mixed = logits.softmax(-1)[..., :-1] @ values.float()
             output[token] = mixed.view_as(output[token]) * scales.values
         return output
 
