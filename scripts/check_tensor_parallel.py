@@ -298,16 +298,16 @@ def check_layer(bench: Bench, decoder: Decoder, what: str, way: SequenceSharded,
 
     layer, attention = decoder.list_layers()[0], NoAttention(decoder.num_heads)
     x, residual = same_on_all(decoder, num_tokens, 2), same_on_all(decoder, num_tokens, 3)
-    rotation = decoder.rope(torch.arange(num_tokens, device=x.device), x.dtype)
-    expected = layer(x, residual, rotation, attention, Replicated(bench.comm))
+    rotations = decoder.rotate(torch.arange(num_tokens, device=x.device), x.dtype)
+    expected = layer(x, residual, rotations, attention, Replicated(bench.comm))
     shares = [own(way.pad(each), bench.comm) for each in (x, residual)]
     what = f"{what}, layer of {num_tokens} tokens"
     for name, got, right in zip(
-        ("output", "residual"), layer(*shares, rotation, attention, way), expected, strict=True
+        ("output", "residual"), layer(*shares, rotations, attention, way), expected, strict=True
     ):
         bench.check(f"{what}, {name}", error(way.trim(way.gather(got), num_tokens), right), MOST_ERROR)
     wanted = torch.tensor([num_tokens - 1, 0], device=x.device)
-    got, _ = layer.finish(*layer.attend(shares[0], shares[1], rotation, attention, way), way, wanted)
+    got, _ = layer.finish(*layer.attend(shares[0], shares[1], rotations, attention, way), way, wanted)
     assert got is not None
     bench.check(f"{what}, wanted ones", error(got, expected[0][wanted]), MOST_ERROR)
 

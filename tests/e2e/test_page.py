@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -114,6 +115,22 @@ async def test_samples_votes_and_batches(server: Serving, page: Page) -> None:
     assert await page.eval("document.images.length") == 0
     assert await page.eval(SHIFTED) < 0.02
     assert page.complaints == []
+
+
+async def test_a_chunk_is_split_into_its_tokens(server: Serving, page: Page) -> None:
+    await page.open(f"{server.url}/")
+
+    async def split(text: str, *tokens: str) -> Any:
+        chunk = f"{json.dumps(text)}, {json.dumps([{'text': token} for token in tokens])}"
+        return await page.eval(
+            f"import('/page/samples.js').then(({{split}}) => split({chunk}).map(([shown, of]) => [shown, of.length]))"
+        )
+
+    assert await split("a b", "a", " b", "<|end|>") == [["a", 1], [" b", 1]]
+    assert await split("", "<|end|>") == []
+    assert await split("é!", "\ufffd", "\ufffd", "!") == [["é!", 3]]
+    assert await split("ab c", "a", "b") == [["a", 1], ["b c", 1]]
+    assert await split("a", "", "a", "b") == [["a", 1]]
 
 
 async def test_chat_and_errors(server: Serving, page: Page) -> None:

@@ -13,7 +13,7 @@ from tests.cases.models import make_checkpoint
 from tests.drivers.paged_rows import PagedRow, make_batch, run_rows
 from toka_async.attention.base import PrefixGroup
 from toka_async.attention.blocks import TileLimits
-from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.kv_cache import KVCache, make_cache
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.checkpoint.spec import read_spec
 from toka_async.model.matrices.ops import Ops, TorchOps
@@ -35,8 +35,8 @@ def logits_on(folder: Path, device: torch.device, dtype: torch.dtype, ops: Ops |
     spec = read_spec(folder)
     decoder = build_decoder(spec, dtype, device, ops=ops)
     load_weights(decoder, folder)
-    cache = KVCache(spec.num_layers, 30, spec.num_kv_heads, PAGE_SIZE, spec.head_dim, dtype, device)
-    attention = ReferenceAttention(cache, spec.num_heads, spec.windows)
+    cache = make_cache(spec, 30, PAGE_SIZE, dtype, device)
+    attention = ReferenceAttention(cache, spec.attention.num_heads, spec.windows)
     rows = [PagedRow(list(range(start, start + 60)), prompt) for start, prompt in ((0, 30), (50, 1), (100, 60))]
     run_rows(decoder, attention, rows, PAGE_SIZE, iter(range(30)))
     return torch.cat([part for row in rows for part in row.logits]).float().cpu()

@@ -37,9 +37,9 @@ def compute_logits(texts: Sequence[list[int]], stored: CacheFormat | None) -> li
     load_weights(decoder, DEMO)
     rows = [PagedRow(text, len(text) // 2) for text in texts]
     num_pages = sum(-(-len(text) // 16) for text in texts)
-    shape = SPEC.num_layers, num_pages, SPEC.num_kv_heads, 16, SPEC.head_dim
+    shape = SPEC.num_layers, num_pages, SPEC.attention.num_kv_heads, 16, SPEC.attention.head_dim
     kv_cache = KVCache(*shape, torch.float32, CPU, stored=stored)
-    attention = ReferenceAttention(kv_cache, SPEC.num_heads, SPEC.windows)
+    attention = ReferenceAttention(kv_cache, SPEC.attention.num_heads, SPEC.windows)
     run_rows(decoder, attention, rows, 16, iter(np.random.default_rng(1).permutation(num_pages).tolist()))
     return [torch.cat(row.logits) for row in rows]
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.cases.models import LLAMA3_ROPE, heads, make_checkpoint
 from tests.drivers.paged_rows import PagedRow, run_rows
-from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.kv_cache import make_cache
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.checkpoint.spec import ModelSpec, read_spec
 from toka_async.model.weights import build_decoder, load_weights
@@ -51,6 +51,9 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_moe-all-experts-biases": {"num_experts_per_tok": 8, "attention_bias": True, "num_experts": 9},
     "mixtral": {},
     "mixtral-window-gelu": {"sliding_window": 9, "hidden_act": "gelu_pytorch_tanh", "num_local_experts": 5},
+    "gpt_oss": {},
+    "gpt_oss-full-layers": {"layer_types": ["full_attention"] * 2, "num_local_experts": 3, "num_key_value_heads": 6},
+    "gpt_oss-default-rope": {"rope_scaling": ..., "rope_theta": ..., "max_position_embeddings": 4096},
     "mistral-yarn": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}, "num_attention_heads": 10},
 }
 
@@ -70,8 +73,8 @@ def run_ours(folder: Path, spec: ModelSpec, rows: list[PagedRow], page_size: int
     decoder = build_decoder(spec, dtype, device)
     load_weights(decoder, folder)
     num_pages = sum(-(-len(row.token_ids) // page_size) for row in rows)
-    cache = KVCache(spec.num_layers, num_pages, spec.num_kv_heads, page_size, spec.head_dim, dtype, device)
-    attention = ReferenceAttention(cache, spec.num_heads, spec.windows)
+    cache = make_cache(spec, num_pages, page_size, dtype, device)
+    attention = ReferenceAttention(cache, spec.attention.num_heads, spec.windows)
     pages = np.random.default_rng(1).permutation(num_pages).tolist()
     run_rows(decoder, attention, rows, page_size, iter(pages))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.drivers.engine import Engine
 from tests.drivers.paged_rows import PagedRow, run_rows
-from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.kv_cache import make_cache
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.checkpoint.spec import read_spec
 from toka_async.model.matrices.ops import Norm, TorchOps
@@ -58,9 +58,11 @@ def measure_perplexity(texts: list[list[int]], quantize: str, rounded_inputs: bo
     decoder = build_decoder(spec, torch.float32, device, ops=ops)
     load_weights(decoder, DEMO)
     num_pages = sum(-(-len(text) // PAGE) for text in texts)
-    cache = KVCache(spec.num_layers, num_pages, spec.num_kv_heads, PAGE, spec.head_dim, torch.float32, device)
+    cache = make_cache(spec, num_pages, PAGE, torch.float32, device)
     rows = [PagedRow(text, len(text)) for text in texts]
-    run_rows(decoder, ReferenceAttention(cache, spec.num_heads, spec.windows), rows, PAGE, iter(range(num_pages)))
+    run_rows(
+        decoder, ReferenceAttention(cache, spec.attention.num_heads, spec.windows), rows, PAGE, iter(range(num_pages))
+    )
     losses = [
         torch.nn.functional.cross_entropy(torch.cat(row.logits)[:-1].float(), torch.tensor(row.token_ids[1:]))
         for row in rows

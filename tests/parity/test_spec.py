@@ -30,13 +30,13 @@ def test_absent_fields(tmp_path: Path, family: str, fields: dict[str, Any]) -> N
     from_config: Callable[[object], Any] = AutoModelForCausalLM.from_config
     layer = from_config(config).model.layers[0]
     attention = layer.self_attn
-    assert spec.num_kv_heads == config.num_key_value_heads
-    assert spec.head_dim == attention.head_dim
-    assert spec.norm_eps == config.rms_norm_eps
+    assert spec.attention.num_kv_heads == config.num_key_value_heads
+    assert spec.attention.head_dim == attention.head_dim
+    assert spec.norm.eps == config.rms_norm_eps
     assert spec.layers[0].feed.activation == config.hidden_act
     assert spec.tie_embeddings == config.tie_word_embeddings
-    assert spec.attention_bias == (attention.q_proj.bias is not None)
-    assert spec.output_bias == (attention.o_proj.bias is not None)
+    assert spec.attention.bias == (attention.q_proj.bias is not None)
+    assert spec.attention.output_bias == (attention.o_proj.bias is not None)
     feed = spec.layers[0].feed
     if isinstance(feed, DenseFeedSpec):
         assert feed.bias == (layer.mlp.up_proj.bias is not None)
@@ -44,10 +44,10 @@ def test_absent_fields(tmp_path: Path, family: str, fields: dict[str, Any]) -> N
         assert (feed.num_experts, 2 * feed.inner) == layer.mlp.experts.gate_up_proj.shape[:2]
         assert feed.top_k == layer.mlp.gate.top_k
         assert feed.renormalizes == getattr(layer.mlp.gate, "norm_topk_prob", True)
-    assert spec.qk_norm == hasattr(attention, "q_norm")
+    assert (spec.attention.head_norm is not None) == hasattr(attention, "q_norm")
     assert set(spec.windows) == {getattr(config, "sliding_window", None) or 0}
-    assert spec.max_context == config.max_position_embeddings * spec.rope.factor
-    assert (spec.rope.theta, spec.rope.kind) == (
+    assert spec.max_context == config.max_position_embeddings * spec.ropes[0].factor
+    assert (spec.ropes[0].theta, spec.ropes[0].kind) == (
         config.rope_parameters["rope_theta"],
         config.rope_parameters["rope_type"],
     )

@@ -18,7 +18,7 @@ from triton import knobs
 
 from tests.fakes.offline_gpus import OfflineGpu
 from toka_async.attention import build, row_decode
-from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.kv_cache import make_cache
 from toka_async.checkpoint.limits import RankLimits
 from toka_async.checkpoint.spec import read_spec
 from toka_async.kernels import append, decode, few_rows, fused, pdl, prefill
@@ -92,8 +92,10 @@ def main(model: Path) -> None:
     for group in group_matrices(decoder):
         for choice in list_dense_choices(ops, group, RowCounts(LIMITS.max_tokens)):
             choice.measure()
-    cache = KVCache(spec.num_layers, 513, spec.num_kv_heads, PAGE_SIZE, spec.head_dim, torch.bfloat16, CPU)
-    attention = build.build_attention("triton", cache, spec.num_heads, spec.windows, LIMITS.max_seqs, LIMITS.max_tokens)
+    cache = make_cache(spec, 513, PAGE_SIZE, torch.bfloat16, CPU)
+    attention = build.build_attention(
+        "triton", cache, spec.attention.num_heads, spec.windows, LIMITS.max_seqs, LIMITS.max_tokens
+    )
     ready = Ready(
         num_pages=512,
         page_size=PAGE_SIZE,

@@ -22,7 +22,7 @@ from tests.cases.models import make_checkpoint
 from tests.drivers.engine import Engine
 from tests.drivers.paged_rows import PagedRow, run_rows
 from tests.parity.test_engine import SHAPES
-from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.kv_cache import make_cache
 from toka_async.checkpoint.spec import read_spec
 from toka_async.model.weights import build_decoder, load_weights
 
@@ -140,13 +140,13 @@ def test_a_decoder_of_kernels_computes_rows_alike_in_any_steps(tmp_path: Path) -
     def compute(seed: int, num_rows: int) -> list[Tensor]:
         draw = random.Random(0)
         rows = [PagedRow([draw.randrange(250) for _ in range(9 - 2 * i)], 4 - i) for i in range(3)][:num_rows]
-        cache = KVCache(spec.num_layers, 12, spec.num_kv_heads, 3, spec.head_dim, torch.bfloat16, device)
+        cache = make_cache(spec, 12, 3, torch.bfloat16, device)
         attention = PagedAttention(
             cache,
-            spec.num_heads,
+            spec.attention.num_heads,
             spec.windows,
-            lambda: InvariantDecode(cache, spec.num_heads, 4),
-            lambda: InvariantChunks(cache, spec.num_heads),
+            lambda: InvariantDecode(cache, spec.attention.num_heads, 4),
+            lambda: InvariantChunks(cache, spec.attention.num_heads),
         )
         run_rows(decoder, attention, rows, 3, iter(range(12)), seed)
         return [torch.cat(row.logits) for row in rows]

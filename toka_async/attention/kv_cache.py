@@ -135,6 +135,22 @@ def view_numbers(stored: Tensor) -> Tensor:
     return stored.view(torch.uint8) if stored.dtype == E4M3 else stored
 
 
+def make_cache(
+    spec: ModelSpec,
+    num_pages: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    show: Show = show_nothing,
+    stored: CacheFormat | None = None,
+    can_sleep: bool = False,
+) -> KVCache:
+    """Makes the cache of a model's layers that keep keys and values, see `KVCache`. spec: of the rank's layers."""
+    attention = spec.attention
+    shape = len(spec.attentions), num_pages, attention.num_kv_heads, page_size, attention.head_dim
+    return KVCache(*shape, dtype, device, show, stored, can_sleep)
+
+
 def bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Returns the bytes that one token takes over all layers. dtype: of what is stored."""
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    return sum(attention.cached_values for attention in spec.attentions) * dtype.itemsize

@@ -44,9 +44,9 @@ def make_module_request(spec: ModelSpec, dtype: str, stored: str, architectures:
         architectures=architectures,
         dtype=dtype,
         stored=stored,
-        head_dim=spec.head_dim,
+        head_dim=spec.attention.head_dim,
         windowed=tuple(sorted({False, *(window > 0 for window in spec.windows)})),
-        tensor_cores=spec.num_heads // spec.num_kv_heads >= TENSOR_CORE_GROUP,
+        tensor_cores=spec.attention.num_heads // spec.attention.num_kv_heads >= TENSOR_CORE_GROUP,
     )
 
 

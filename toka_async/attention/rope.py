@@ -37,11 +37,12 @@ class Rope(nn.Module):
 
     inverse_frequencies: Tensor
 
-    def __init__(self, spec: RopeSpec, dim: int, compute: RotationFunction = compute_rotation) -> None:
+    def __init__(self, spec: RopeSpec | None, dim: int, compute: RotationFunction = compute_rotation) -> None:
+        """spec: None: nothing turns. dim: of a head."""
         super().__init__()
-        frequencies = compute_frequencies(spec, dim).to(torch.get_default_device())
-        self.register_buffer("inverse_frequencies", frequencies, persistent=False)
-        self.scale = compute_scale(spec)
+        frequencies = torch.zeros(dim // 2, device="cpu") if spec is None else compute_frequencies(spec, dim)
+        self.register_buffer("inverse_frequencies", frequencies.to(torch.get_default_device()), persistent=False)
+        self.scale = 1.0 if spec is None else compute_scale(spec)
         self._compute = compute
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

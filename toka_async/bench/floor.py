@@ -18,8 +18,8 @@ import msgspec
 import torch
 from torch.nn import functional
 
-from toka_async.attention.kv_cache import bytes_per_token
 from toka_async.bench.step_load import Case
+from toka_async.checkpoint.attention_spec import AttentionSpec
 from toka_async.checkpoint.matrix_spec import MatrixSpec
 from toka_async.checkpoint.quantization import FORMATS
 from toka_async.checkpoint.spec import ModelSpec
@@ -77,7 +77,7 @@ class Floor:
         products = [*((case.num_tokens, matrix) for matrix in layers), (num_sampled, spec.head_matrix)]
         return FloorParts(
             matrices=sum(self._multiply(*product) for product in products),
-            attention=sum(self._attention(case, grouped, window) for window in spec.windows),
+            attention=sum(self._attention(case, grouped, attention) for attention in spec.attentions),
             sampling=num_sampled * spec.vocab_size * self._dtype.itemsize / self.bandwidth,
             by_torch=sum(self._time_torch(*product) for product in products),
         )
@@ -105,11 +105,10 @@ class Floor:
                 self._seconds[key] = count_seconds(multiply, self._device)
         return num_products * self._seconds[key]
 
-    def _attention(self, case: Case, grouped: bool, window: int) -> float:
-        """Returns the seconds of one layer; window 0: all tokens are seen."""
-        spec = self._spec
-        bytes_each = bytes_per_token(spec, self._stored) / spec.num_layers
-        flops_each = 4 * spec.num_heads * spec.head_dim  # both products of a query and a key
+    def _attention(self, case: Case, grouped: bool, attention: AttentionSpec) -> float:
+        """Returns the seconds of one layer."""
+        window, bytes_each = attention.window, attention.cached_values * self._stored.itemsize
+        flops_each = 4 * attention.num_heads * attention.head_dim  # both products of a query and a key
         if case.prompt:
             seen = min(case.prompt, window or case.prompt)
             num_pairs = seen * (seen + 1) / 2 + (case.prompt - seen) * seen

@@ -10,7 +10,7 @@ from toka_async.checkpoint.spec import ModelSpec
 
 def count_layer_bytes(spec: ModelSpec, layer: int, itemsize: int) -> int:
     """Counts the bytes of a layer's parameters. itemsize: bytes of a value that is not quantized."""
-    norms = 2 * spec.hidden_size + spec.qk_norm * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    norms = spec.layers[layer].norms.count * spec.hidden_size + spec.layers[layer].mixer.count_weights()
     return norms * itemsize + sum(matrix.count_bytes(itemsize) for matrix in spec.list_matrices(layer))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from toka_async.checkpoint.cost import count_layer_bytes
 from toka_async.checkpoint.experts_spec import ExpertsFeedSpec
-from toka_async.checkpoint.layer_spec import FeedSpec
+from toka_async.checkpoint.layer_spec import FeedSpec, MixerSpec
 from toka_async.checkpoint.matrix_spec import MatrixSpec
 from toka_async.checkpoint.quantization import BLOCK
 from toka_async.checkpoint.spec import ModelError, ModelSpec
@@ -22,17 +22,21 @@ _PRECISION = 20  # bits in which a model's weights are compared
 
 
 def can_divide(spec: ModelSpec, tp: int) -> bool:
-    """Tells whether `tp` divides query heads, feeds and blocks of scales, and KV heads can be divided or copied."""
-    whole = spec.num_heads % tp == 0 and all(feed.can_divide(tp) for feed in _list_feeds(spec))
-    whole = whole and (spec.num_kv_heads % tp == 0 or tp % spec.num_kv_heads == 0)
+    """Tells whether `tp` ranks can divide every layer's mixer and feed, into whole blocks of scales."""
+    whole = all(half.can_divide(tp) for half in (*_list_mixers(spec), *_list_feeds(spec)))
     return whole and _find_broken_block(_divide(spec, tp)) is None
 
 
 def _find_broken_block(spec: ModelSpec) -> MatrixSpec | None:
     """Finds a matrix that does not consist of whole blocks of scales."""
-    kinds = {(layer.feed, layer.format, layer.exempt): index for index, layer in enumerate(spec.layers)}
+    kinds = {(layer.mixer, layer.feed, layer.format, layer.exempt): index for index, layer in enumerate(spec.layers)}
     matrices = (matrix for index in kinds.values() for matrix in spec.list_matrices(index))
     return next((matrix for matrix in matrices if not matrix.has_whole_blocks), None)
+
+
+def _list_mixers(spec: ModelSpec) -> list[MixerSpec]:
+    """Lists each of the layers' different mixers once."""
+    return list(dict.fromkeys(layer.mixer for layer in spec.layers))
 
 
 def _list_feeds(spec: ModelSpec) -> list[FeedSpec]:
@@ -42,7 +46,7 @@ def _list_feeds(spec: ModelSpec) -> list[FeedSpec]:
 
 def tensor_sizes(spec: ModelSpec) -> list[int]:
     """Returns every possible `tp`, ascending; any is possible for the vocabulary, which is padded."""
-    return [tp for tp in range(1, spec.num_heads + 1) if can_divide(spec, tp)]
+    return [tp for tp in range(1, spec.attention.num_heads + 1) if can_divide(spec, tp)]
 
 
 def check_tensor_size(spec: ModelSpec, tp: int) -> None:
@@ -56,9 +60,10 @@ def check_tensor_size(spec: ModelSpec, tp: int) -> None:
             )
         blocks = " into whole blocks of scales" if any("block" in layer.format for layer in spec.layers) else ""
         sizes = ", ".join(map(str, tensor_sizes(spec)))
+        mixers = " and ".join(dict.fromkeys(mixer.describe() for mixer in _list_mixers(spec)))
         feeds = " and ".join(feed.describe() for feed in _list_feeds(spec))
         raise ModelError(
-            f"parallel.tp={tp}: the model's {spec.num_heads} heads, {spec.num_kv_heads} KV heads and "
+            f"parallel.tp={tp}: the model's {mixers} and "
             f"{feeds} cannot be divided so{blocks}; "
             + (f"use one of {sizes}" if sizes else "no tp can; use another ep")
         )
@@ -87,12 +92,11 @@ def make_rank_spec(spec: ModelSpec, tp: int) -> ModelSpec:
 
 
 def _divide(spec: ModelSpec, tp: int) -> ModelSpec:
-    return msgspec.structs.replace(
-        spec,
-        num_heads=spec.num_heads // tp,
-        num_kv_heads=max(1, spec.num_kv_heads // tp),
-        layers=tuple(msgspec.structs.replace(layer, feed=layer.feed.divide(tp)) for layer in spec.layers),
-    )
+    layers = [
+        msgspec.structs.replace(layer, mixer=layer.mixer.divide(tp), feed=layer.feed.divide(tp))
+        for layer in spec.layers
+    ]
+    return msgspec.structs.replace(spec, layers=tuple(layers))
 
 
 class StagePart(msgspec.Struct, frozen=True):

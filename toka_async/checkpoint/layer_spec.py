@@ -1,4 +1,4 @@
-"""A model's layers as data. A layer is attention and a feed, its second half, of which there may be several kinds.
+"""A model's layers as data: a mixer of tokens, such as attention, then a feed, of each of which there may be kinds.
 
 Knows no torch and no files.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from toka_async.checkpoint.attention_spec import AttentionSpec
 from toka_async.checkpoint.experts_spec import ExpertsFeedSpec
 from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
 
@@ -51,21 +52,49 @@ class DenseFeedSpec(msgspec.Struct, frozen=True, tag="dense"):
         return 3 * self.inner
 
 
+MixerSpec = AttentionSpec
 FeedSpec = DenseFeedSpec | ExpertsFeedSpec
+
+
+class NormSpec(msgspec.Struct, frozen=True):
+    """RMSNorm (arXiv:1910.07467). adds_one: the checkpoint's weights are what the factors have above 1."""
+
+    eps: float
+    adds_one: bool = False
+
+
+class NormNames(msgspec.Struct, frozen=True):
+    """What a layer's norms are called, and so where it has some: of the inputs of its halves, and of their results.
+
+    An empty name: there is none.
+    """
+
+    before_mixer: str = "input_layernorm"
+    after_mixer: str = ""
+    before_feed: str = "post_attention_layernorm"
+    after_feed: str = ""
+
+    @property
+    def count(self) -> int:
+        return sum(map(bool, (self.before_mixer, self.after_mixer, self.before_feed, self.after_feed)))
 
 
 class LayerSpec(msgspec.Struct, frozen=True):
     """What one layer need not have in common with the others."""
 
-    window: int  # how many positions a token sees, itself included; 0: all before it
+    mixer: MixerSpec
     feed: FeedSpec
+    norms: NormNames = NormNames()
     format: str = "dense"  # of its matrices, see `MatrixSpec`
     exempt: tuple[str, ...] = ()  # names of matrices that are dense in any case
 
-    def list_feed_matrices(self, hidden_size: int) -> tuple[MatrixSpec, ...]:
-        return self.choose_formats(*self.feed.list_matrices(hidden_size, self.format))
+    def list_mixer_matrices(self, hidden_size: int) -> tuple[MatrixSpec, ...]:
+        return self._choose_formats(*self.mixer.list_matrices(hidden_size, self.format))
 
-    def choose_formats(self, *matrices: MatrixSpec) -> tuple[MatrixSpec, ...]:
+    def list_feed_matrices(self, hidden_size: int) -> tuple[MatrixSpec, ...]:
+        return self._choose_formats(*self.feed.list_matrices(hidden_size, self.format))
+
+    def _choose_formats(self, *matrices: MatrixSpec) -> tuple[MatrixSpec, ...]:
         """Returns the matrices in the formats that they have in this layer."""
         return tuple(
             msgspec.structs.replace(matrix, format="dense") if set(matrix.names) <= set(self.exempt) else matrix

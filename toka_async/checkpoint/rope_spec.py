@@ -5,7 +5,8 @@ Knows the names and defaults of both spellings; computes no angles.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -39,10 +40,15 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
         return max_positions
 
 
-def read_rope(file: JsonFile, max_positions: int, theta: float = 10000.0) -> RopeSpec:
-    """theta: where none is named. Raises ModelError for a kind or parameter that is not supported."""
+def read_rope(
+    file: JsonFile, max_positions: int, theta: float = 10000.0, default: Mapping[str, Any] | None = None
+) -> RopeSpec:
+    """theta: where none is named. default: the section's fields where there is none.
+
+    Raises ModelError for a kind or parameter that is not supported.
+    """
     name = "rope_scaling" if file.has("rope_scaling") else "rope_parameters"
-    rope = file.section(name)
+    rope = file.section(name) if file.has(name) or not default else JsonFile(file.path, dict(default), f"{name}.")
     theta = rope.number("rope_theta", file.number("rope_theta", theta), least=1.0)
     kind = rope.text("rope_type", rope.text("type", "default"))
     _check(file, name, rope, kind)

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import msgspec
 
-from toka_async.checkpoint.experts_spec import ExpertsFeedSpec
+from toka_async.checkpoint.attention_spec import AttentionSpec
+from toka_async.checkpoint.experts_spec import CLAMPED_SWIGLU, SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertsFeedSpec
 from toka_async.checkpoint.families import FAMILIES, ExpertsFamily, Family
 from toka_async.checkpoint.json_file import JsonFile, ModelError
-from toka_async.checkpoint.layer_spec import DenseFeedSpec, FeedSpec, LayerSpec
+from toka_async.checkpoint.layer_spec import DenseFeedSpec, FeedSpec, LayerSpec, NormSpec
 from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
 from toka_async.checkpoint.quantization import MADE_AT_LOAD, Quantization, read_quantization
 from toka_async.checkpoint.rope_spec import RopeSpec, read_rope
@@ -32,20 +33,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     family: str  # config.json's model_type
     vocab_size: int
     hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float
+    norm: NormSpec
     tie_embeddings: bool
-    attention_bias: bool  # query, key and value projections have one
-    output_bias: bool  # the attention's output projection has one
-    qk_norm: bool  # RMSNorm of each query and key head
     layers: tuple[LayerSpec, ...]
-    rope: RopeSpec
     max_context: int  # tokens
     dtype: str  # the checkpoint's: float32, bfloat16 or float16
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what each half of a layer adds
+    logits_scale: float = 1.0
+    logits_soft_cap: float = 0.0  # c of c * tanh(logit / c); 0: none
     fp32_logits: bool = False  # `model.fp32_logits`; no checkpoint says it
 
     def count_logit_bytes(self, itemsize: int) -> int:
@@ -57,36 +55,29 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.layers)
 
     @property
-    def windows(self) -> tuple[int, ...]:
-        """Each layer's window, see `LayerSpec`."""
-        return tuple(layer.window for layer in self.layers)
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        """Those of the layers that keep keys and values in the cache, in order."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
 
-    def list_attention_matrices(self, layer: int) -> tuple[MatrixSpec, ...]:
-        """Returns query, key and value as one, and the output."""
-        queries, keys = Units(self.num_heads, self.head_dim), Units(self.num_kv_heads, self.head_dim)
-        hidden, weight_format = Units(self.hidden_size), self.layers[layer].format
-        return self.layers[layer].choose_formats(
-            MatrixSpec(
-                names=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-                outputs=(queries, keys, keys),
-                inputs=hidden,
-                split="outputs",
-                bias=self.attention_bias,
-                format=weight_format,
-            ),
-            MatrixSpec(
-                names=("self_attn.o_proj",),
-                outputs=(hidden,),
-                inputs=queries,
-                split="inputs",
-                bias=self.output_bias,
-                format=weight_format,
-            ),
-        )
+    @property
+    def attention(self) -> AttentionSpec:
+        """The first layer's that has one; layers may differ only in window and rope."""
+        return self.attentions[0]
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Those of `attentions`."""
+        return tuple(attention.window for attention in self.attentions)
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The layers' different ropes, each once."""
+        return tuple(dict.fromkeys(each.rope for each in self.attentions if each.rope is not None))
 
     def list_matrices(self, layer: int) -> tuple[MatrixSpec, ...]:
         """Returns all matrices of a layer."""
-        return *self.list_attention_matrices(layer), *self.layers[layer].list_feed_matrices(self.hidden_size)
+        each = self.layers[layer]
+        return *each.list_mixer_matrices(self.hidden_size), *each.list_feed_matrices(self.hidden_size)
 
     def name_formats(self, dtype: str) -> str:
         """Names the dtype, and the formats of weights that have another: "bfloat16, weights in fp8/block"."""
@@ -117,24 +108,18 @@ def read_spec(model_dir: Path, quantize: str = "none") -> ModelSpec:
     if family is None:
         raise file.error("model_type", f"{name!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
     num_layers = file.integer("num_hidden_layers", most=MOST_LAYERS)
-    num_heads, num_kv_heads, head_dim = _heads(file, family)
     max_positions = file.integer("max_position_embeddings", family.max_positions)
-    rope = read_rope(file, max_positions, family.rope_theta)
+    rope = read_rope(file, max_positions, family.rope_theta, family.rope)
     bos = file.token_ids("bos_token_id", family.bos_token_ids)
     spec = ModelSpec(
         family=name,
         vocab_size=file.integer("vocab_size"),
         hidden_size=file.integer("hidden_size"),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        norm_eps=file.number("rms_norm_eps", family.norm_eps),
+        norm=NormSpec(file.number("rms_norm_eps", family.norm_eps)),
         tie_embeddings=file.flag("tie_word_embeddings", False),
-        attention_bias=_bias(file, "attention_bias", family.qkv_bias),
-        output_bias=_bias(file, "attention_bias", family.output_bias),
-        qk_norm=family.qk_norm,
-        layers=tuple(map(LayerSpec, _windows(file, family, num_layers), _feeds(file, family, num_layers))),
-        rope=rope,
+        layers=tuple(
+            map(LayerSpec, _read_attentions(file, family, num_layers, rope), _feeds(file, family, num_layers))
+        ),
         max_context=rope.max_context(max_positions),
         dtype=_one_of(file, "dtype" if file.has("dtype") else "torch_dtype", "float32", DTYPES),
         bos_token_id=bos[0] if bos else None,
@@ -156,6 +141,11 @@ def _quantize(spec: ModelSpec, quantization: Quantization | None) -> ModelSpec:
         return spec
     layers = []
     for index, layer in enumerate(spec.layers):
+        if quantization.scale_name and isinstance(layer.feed, ExpertsFeedSpec) and layer.feed.names.gate_up:
+            raise ModelError(
+                "quantization_config: experts that are one tensor are read in bfloat16 and MXFP4 only; use such a "
+                "checkpoint, with model.quantize for 8 bits"
+            )
         exempt: list[str] = []
         for matrix in spec.list_matrices(index):
             names = [name for name in matrix.names if not quantization.covers(f"model.layers.{index}.{name}")]
@@ -167,6 +157,22 @@ def _quantize(spec: ModelSpec, quantization: Quantization | None) -> ModelSpec:
             exempt += names
         layers.append(msgspec.structs.replace(layer, format=quantization.format, exempt=tuple(exempt)))
     return msgspec.structs.replace(spec, layers=tuple(layers))
+
+
+def _read_attentions(file: JsonFile, family: Family, num_layers: int, rope: RopeSpec) -> list[AttentionSpec]:
+    """Returns each layer's."""
+    num_heads, num_kv_heads, head_dim = _heads(file, family)
+    alike = AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rope=rope,
+        sinks=family.sinks,
+        bias=_bias(file, "attention_bias", family.qkv_bias),
+        output_bias=_bias(file, "attention_bias", family.output_bias),
+        head_norm=family.head_norm,
+    )
+    return [msgspec.structs.replace(alike, window=window) for window in _windows(file, family, num_layers)]
 
 
 def _heads(file: JsonFile, family: Family) -> tuple[int, int, int]:
@@ -233,13 +239,18 @@ def _read_experts(file: JsonFile, family: ExpertsFamily, activation: str) -> Exp
     if top_k > num_experts:
         raise file.error("num_experts_per_tok", f"({top_k}) is more than {field} ({num_experts})")
     renormalizes = family.renormalizes
+    if family.activation == CLAMPED_SWIGLU:
+        for name, value in (("swiglu_limit", SWIGLU_LIMIT), ("swiglu_alpha", SWIGLU_ALPHA)):
+            if file.number(name, value) != value:
+                raise file.error(name, f"other than {value:g} is not supported")
     return ExpertsFeedSpec(
         inner=file.integer(family.inner_field, family.inner),
-        activation=activation,
+        activation=family.activation or activation,
         num_experts=num_experts,
         top_k=top_k,
         renormalizes=file.flag("norm_topk_prob", False) if renormalizes is None else renormalizes,
         names=family.names,
+        bias=family.bias,
     )
 
 
@@ -251,6 +262,10 @@ def _windows(file: JsonFile, family: Family, num_layers: int) -> tuple[int, ...]
     window = file.integer("sliding_window", window) if window else 0
     if family.windows == "all":
         return (window,) * num_layers
+    if family.windows == "in_turns":
+        default = [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
+        kinds = _layer_types(file, num_layers) if file.has("layer_types") else default
+        return tuple(_layer_window(file, kind, window) for kind in kinds)
     if not file.flag("use_sliding_window", False):
         window = 0
     if family.windows == "all_if_used":

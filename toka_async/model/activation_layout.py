@@ -55,7 +55,11 @@ class ActivationLayout(Protocol):
         ...
 
     def row(self, rows: Rows, matrix: Matrix, residual: Tensor) -> tuple[Tensor | None, Tensor]:
-        """[v, the rank's inputs] to [u, outputs]: x Wᵀ summed over ranks, + b. See `Matrix.add`."""
+        """Adds `sum` to the residual in place, or returns it. See `Matrix.add`."""
+        ...
+
+    def sum(self, rows: Rows, matrix: Matrix) -> Tensor:
+        """[v, the rank's inputs] to [u, outputs]: x Wᵀ summed over ranks, + b."""
         ...
 
 
@@ -93,8 +97,11 @@ class Replicated:
     def row(self, rows: Rows, matrix: Matrix, residual: Tensor) -> tuple[Tensor | None, Tensor]:
         if self.comm.size == 1:
             return matrix.add(residual, rows)
+        return self.sum(rows, matrix), residual
+
+    def sum(self, rows: Rows, matrix: Matrix) -> Tensor:
         # The sum must have the bias once.
-        return self.comm.all_reduce(matrix.product(rows, with_bias=self.comm.rank == 0)), residual
+        return self.comm.all_reduce(matrix.product(rows, with_bias=self.comm.rank == 0))
 
 
 @dataclass(slots=True, frozen=True)
@@ -130,7 +137,10 @@ class SequenceSharded:
         return matrix.gated(self._gather_rows(rows), activation, consumer)
 
     def row(self, rows: Rows, matrix: Matrix, residual: Tensor) -> tuple[Tensor | None, Tensor]:
-        return add_bias(self.comm.reduce_scatter(matrix.product(rows, with_bias=False)), matrix), residual
+        return self.sum(rows, matrix), residual
+
+    def sum(self, rows: Rows, matrix: Matrix) -> Tensor:
+        return add_bias(self.comm.reduce_scatter(matrix.product(rows, with_bias=False)), matrix)
 
     def _gather_rows(self, rows: Rows) -> Rows:
         if rows.scales is None:

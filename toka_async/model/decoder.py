@@ -9,26 +9,30 @@ their `ModelSpec`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from toka_async.attention.base import AttentionBackend
 from toka_async.attention.rope import Rope
+from toka_async.checkpoint.attention_spec import AttentionSpec
 from toka_async.checkpoint.division import StagePart, all_layers
+from toka_async.checkpoint.rope_spec import RopeSpec
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.model.activation_layout import ActivationLayout, LayoutPolicy, Replicated
+from toka_async.model.attention import Rotation
 from toka_async.model.comm import Comm
 from toka_async.model.feed import build_feed
-from toka_async.model.layers import HeadNorm, RMSNorm, VocabularyMatrix
-from toka_async.model.matrices.build import build_matrix
-from toka_async.model.matrices.matrix import MatrixUse, Rows
+from toka_async.model.layers import NoNorm, ResultNorm, ResultScale, RMSNorm, VocabularyMatrix
+from toka_async.model.matrices.matrix import MatrixUse
 from toka_async.model.matrices.ops import Ops
 from toka_async.model.matrices.part import WeightPart
-from toka_async.model.matrices.share import share_of, share_units
-
-Rotation = tuple[Tensor, Tensor]
+from toka_async.model.matrices.share import share_of
+from toka_async.model.mixer import build_mixer
 
 
 class Decoder(nn.Module):
@@ -50,16 +54,31 @@ class Decoder(nn.Module):
         super().__init__()
         self.layouts = layouts or LayoutPolicy(Replicated(comm))
         self.part = part = part or all_layers(spec)
-        self.num_heads = share_of(spec.num_heads, comm).size  # the rank's query heads
-        fp32 = spec.fp32_logits
-        self.embedding = VocabularyMatrix(spec.embedding_matrix, comm, ops, fp32=fp32) if part.is_first else None
-        self.rope = Rope(spec.rope, spec.head_dim, ops.compute_rotation)
-        self.layers = nn.ModuleList(Layer(spec, part.first + index, index, comm, ops) for index in range(part.size))
-        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, ops) if part.is_last else None
+        self.num_heads = share_of(spec.attention.num_heads, comm).size  # the rank's query heads
+        make_vocabulary = partial(
+            VocabularyMatrix,
+            comm=comm,
+            ops=ops,
+            fp32=spec.fp32_logits,
+            scale=spec.logits_scale,
+            soft_cap=spec.logits_soft_cap,
+        )
+        self.embedding = make_vocabulary(spec.embedding_matrix) if part.is_first else None
+        self.embedding_scale = spec.embedding_scale
+        turns = [_find_turn(spec, number) for number in range(part.first, part.last)]
+        ropes = list(dict.fromkeys(turns))
+        self.ropes = nn.ModuleList(Rope(rope, dim, ops.compute_rotation) for rope, dim in ropes)
+        counts = Counter[type]()
+        self.layers = nn.ModuleList()
+        for number, turn in enumerate(turns, part.first):
+            kind = type(spec.layers[number].mixer)
+            self.layers.append(Layer(spec, number, counts[kind], ropes.index(turn), comm, ops))
+            counts[kind] += 1
+        self.norm = build_norm(spec, ops) if part.is_last else None
         self.head: VocabularyMatrix | None = None
         if part.is_last:
             tied = self.embedding if spec.tie_embeddings else None
-            self.head = tied or VocabularyMatrix(spec.head_matrix, comm, ops, fp32=fp32)
+            self.head = tied or make_vocabulary(spec.head_matrix)
 
     def forward(
         self, inputs: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None
@@ -80,14 +99,14 @@ class Decoder(nn.Module):
         """
         layout = self.layouts.choose(len(inputs))
         # [u, hidden] each
-        first = layout.take_own(inputs) if self.embedding is None else self.embedding.embed(inputs, layout)
-        rotation = self.rope(positions, first.dtype)  # cos, sin: [t, 1, dim]
+        first = layout.take_own(inputs) if self.embedding is None else self._embed(inputs, layout)
+        rotations = self.rotate(positions, first.dtype)
         hidden: Tensor | None = first
         residual: Tensor | None = None
         *layers, last = self.list_layers()
         for layer in layers:
-            hidden, residual = layer(hidden, residual, rotation, attention, layout)
-        return last.attend(hidden, residual, rotation, attention, layout)
+            hidden, residual = layer(hidden, residual, rotations, attention, layout)
+        return last.attend(hidden, residual, rotations, attention, layout)
 
     def finish(self, attended: Tensor, residual: Tensor, wanted: Tensor | None = None) -> Tensor:
         """Computes what follows `begin`, of all tokens or those wanted; see `forward`. May overwrite the residual."""
@@ -99,6 +118,15 @@ class Decoder(nn.Module):
             return layout.trim(layout.gather(total), num_tokens)
         normed: Tensor = self.norm(hidden, residual)[0]
         return layout.trim(layout.gather(normed), num_tokens) if wanted is None else normed
+
+    def _embed(self, token_ids: Tensor, layout: ActivationLayout) -> Tensor:
+        assert self.embedding is not None
+        embedded = self.embedding.embed(token_ids, layout)
+        return embedded if self.embedding_scale == 1 else embedded * self.embedding_scale
+
+    def rotate(self, positions: Tensor, dtype: torch.dtype) -> list[Rotation]:
+        """Turns positions [t] into what each rope's layers rotate by: cos and signed sin, [t, 1, dim] each."""
+        return [rope(positions, dtype) for rope in self.ropes]
 
     def list_layers(self) -> list[Layer]:
         return cast(list[Layer], list(self.layers))
@@ -134,94 +162,106 @@ class Decoder(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and a feed, each with a norm before and a residual around."""
+    """A mixer of tokens and a feed, each with a residual around, and norms before or after."""
 
-    def __init__(self, spec: ModelSpec, number: int, index: int, comm: Comm, ops: Ops) -> None:
-        """number: of the layer in the model. index: in the stage."""
+    def __init__(self, spec: ModelSpec, number: int, index: int, rotation: int, comm: Comm, ops: Ops) -> None:
+        """number: of the layer in the model. index: see `build_mixer`. rotation: which of the step's it takes."""
         super().__init__()
-        self.attention_norm = RMSNorm(spec.hidden_size, spec.norm_eps, ops)
-        self.attention = Attention(spec, number, index, comm, ops)
-        self.feed_norm = RMSNorm(spec.hidden_size, spec.norm_eps, ops)
-        self.feed = build_feed(spec.layers[number], spec.hidden_size, comm, ops)
+        layer = spec.layers[number]
+        self.names = layer.norms
+        self.rotation = rotation
+        self.mixer_norm = build_norm(spec, ops) if layer.norms.before_mixer else NoNorm()
+        self.mixer = build_mixer(spec, number, index, comm, ops)
+        self.mixer_result = build_result(spec, layer.norms.after_mixer, ops)
+        # The output is added to the residual in place.
+        self.adds = comm.size == 1 and self.mixer.output.bias is None and self.mixer_result is None
+        self.feed_norm = build_norm(spec, ops) if layer.norms.before_feed else NoNorm()
+        self.feed_result = build_result(spec, layer.norms.after_feed, ops)
+        self.feed = build_feed(layer, spec.hidden_size, comm, ops, adds=self.feed_result is None)
 
     def forward(
         self,
         hidden: Tensor | None,
         residual: Tensor | None,
-        rotation: Rotation,
+        rotations: Sequence[Rotation],
         backend: AttentionBackend,
         layout: ActivationLayout,
     ) -> tuple[Tensor | None, Tensor]:
         """Returns what to add to the residual, and the residual: [u, hidden] each. May overwrite the given residual."""
-        return self.finish(*self.attend(hidden, residual, rotation, backend, layout), layout)
+        return self.finish(*self.attend(hidden, residual, rotations, backend, layout), layout)
 
     def attend(
         self,
         hidden: Tensor | None,
         residual: Tensor | None,
-        rotation: Rotation,
+        rotations: Sequence[Rotation],
         backend: AttentionBackend,
         layout: ActivationLayout,
     ) -> tuple[Tensor, Tensor]:
-        """Adds [u, hidden] to the residual. Returns what tokens attend to, [t, heads * dim], and the residual."""
-        attention = self.attention
-        rows, residual = self.attention_norm.prepare(hidden, residual, attention.qkv, layout)
-        return attention(rows, rotation, backend, layout), residual
+        """Adds [u, hidden] to the residual. Returns what the mixer makes of tokens, and the residual. See `Mixer`."""
+        return self.mixer(hidden, residual, self.mixer_norm, rotations[self.rotation], backend, layout)
 
     def finish(
-        self, attended: Tensor, residual: Tensor, layout: ActivationLayout, wanted: Tensor | None = None
+        self, mixed: Tensor, residual: Tensor, layout: ActivationLayout, wanted: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor]:
-        """Computes what follows attention, for all tokens or the wanted ones [w]. May overwrite the given residual.
+        """Computes what follows the mixer, for all tokens or the wanted ones [w]. May overwrite the given residual.
 
         Wanted tokens are few: once the others have left, every rank has all of them.
         """
         if wanted is not None:
-            attended, residual = attended.index_select(0, wanted), layout.gather(residual).index_select(0, wanted)
+            mixed, residual = mixed.index_select(0, wanted), layout.gather(residual).index_select(0, wanted)
             layout = layout.replicated
-        output = self.attention.output
-        hidden, residual = layout.row(output.take(layout.pad(attended)), output, residual)
-        return self.feed(hidden, residual, self.feed_norm, layout)
+        output = self.mixer.output
+        rows = output.take(layout.pad(mixed))
+        hidden: Tensor | None
+        if self.mixer_result is None:
+            hidden, residual = layout.row(rows, output, residual)
+        else:
+            hidden = self.mixer_result(layout.sum(rows, output))
+        hidden, residual = self.feed(hidden, residual, self.feed_norm, layout)
+        if self.feed_result is not None:
+            assert hidden is not None
+            hidden = self.feed_result(hidden)
+        return hidden, residual
 
     def uses(self) -> Iterator[MatrixUse]:
-        attention = self.attention
-        yield MatrixUse(attention.qkv, normed=self.feed.adds)  # of the layer before, which is like this one
-        yield MatrixUse(attention.output, adds=attention.adds)
-        yield from self.feed.uses(normed=attention.adds)
+        yield from self.mixer.uses(normed=self.feed.adds)  # of the layer before, which is like this one
+        yield MatrixUse(self.mixer.output, adds=self.adds)
+        yield from self.feed.uses(normed=self.adds)
 
     def parts(self) -> Iterator[tuple[str, WeightPart]]:
         """Yields the tensors by their names in the layer."""
-        yield "input_layernorm.weight", self.attention_norm.part()
-        yield "post_attention_layernorm.weight", self.feed_norm.part()
-        yield from self.attention.parts()
+        names = self.names
+        for name, norm in (
+            (names.before_mixer, self.mixer_norm),
+            (names.after_mixer, self.mixer_result),
+            (names.before_feed, self.feed_norm),
+            (names.after_feed, self.feed_result),
+        ):
+            if isinstance(norm, RMSNorm | ResultNorm):
+                yield f"{name}.weight", norm.part()
+        yield from self.mixer.parts()
         yield from self.feed.parts()
 
 
-class Attention(nn.Module):
-    """Grouped-query attention (arXiv:2305.13245) with rotary positions."""
+def _find_turn(spec: ModelSpec, number: int) -> tuple[RopeSpec | None, int]:
+    """Returns a layer's rope and the size of the heads that it turns; any layer's that has one, if it has none."""
+    mixer = spec.layers[number].mixer
+    attention = mixer if isinstance(mixer, AttentionSpec) else spec.attention
+    return attention.rope, attention.head_dim
 
-    def __init__(self, spec: ModelSpec, number: int, index: int, comm: Comm, ops: Ops) -> None:
-        super().__init__()
-        self.index = index
-        self.dim = spec.head_dim
-        qkv, output = spec.list_attention_matrices(number)
-        self.qkv = build_matrix(qkv, comm, ops)
-        self.head_norm: HeadNorm | None = None
-        if spec.qk_norm:
-            queries, keys, _ = (share_units(units, comm).size // self.dim for units in qkv.outputs)
-            self.head_norm = HeadNorm(queries, keys, self.dim, spec.norm_eps)
-        self.output = build_matrix(output, comm, ops)
-        self.adds = comm.size == 1 and not output.bias  # the output is added to the residual in place
 
-    def forward(self, rows: Rows, rotation: Rotation, backend: AttentionBackend, layout: ActivationLayout) -> Tensor:
-        """[u, hidden] to each token's mix of the values that it sees [t, heads * dim], for `output` to project."""
-        num_tokens = len(rotation[0])
-        heads = layout.trim(layout.column(rows, self.qkv), num_tokens)
-        heads = heads.view(num_tokens, -1, self.dim)  # [t, heads + 2 kv_heads, dim]
-        norm = self.head_norm() if self.head_norm is not None else None
-        return backend.attend(self.index, heads, rotation, norm).flatten(1)
+def build_norm(spec: ModelSpec, ops: Ops) -> RMSNorm:
+    """Builds a norm of the residual."""
+    return RMSNorm(spec.hidden_size, spec.norm.eps, ops, spec.norm.adds_one)
 
-    def parts(self) -> Iterator[tuple[str, WeightPart]]:
-        yield from self.qkv.parts()
-        yield from self.output.parts()
-        if self.head_norm is not None:
-            yield from self.head_norm.parts()
+
+def build_result(spec: ModelSpec, norm: str, ops: Ops) -> ResultNorm | ResultScale | None:
+    """Builds what the result of half of a layer passes through before it is added; None: it is added as it is.
+
+    norm: its name; empty: there is none.
+    """
+    if norm:
+        assert spec.residual_scale == 1, "a result is normed or scaled"
+        return ResultNorm(build_norm(spec, ops))
+    return None if spec.residual_scale == 1 else ResultScale(spec.residual_scale)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from toka_async.checkpoint.layer_spec import DenseFeedSpec, LayerSpec
 from toka_async.model.activation_layout import ActivationLayout
 from toka_async.model.comm import Comm
-from toka_async.model.layers import RMSNorm
+from toka_async.model.layers import InputNorm
 from toka_async.model.matrices.build import build_matrix
 from toka_async.model.matrices.matrix import MatrixUse
 from toka_async.model.matrices.ops import Ops
@@ -19,7 +19,7 @@ from toka_async.model.matrices.part import WeightPart
 class DenseFeed(nn.Module):
     """Every token passes through all units, of which each tensor rank has a part."""
 
-    def __init__(self, layer: LayerSpec, hidden_size: int, comm: Comm, ops: Ops) -> None:
+    def __init__(self, layer: LayerSpec, hidden_size: int, comm: Comm, ops: Ops, adds: bool = True) -> None:
         super().__init__()
         feed = layer.feed
         assert isinstance(feed, DenseFeedSpec)
@@ -27,14 +27,16 @@ class DenseFeed(nn.Module):
         self.activation = feed.activation
         self.gate_up = build_matrix(gate_up, comm, ops)
         self.down = build_matrix(down, comm, ops)
-        self.adds = comm.size == 1 and not down.bias
+        self.may_add = adds
+        self.adds = adds and comm.size == 1 and not down.bias
 
     def forward(
-        self, hidden: Tensor | None, residual: Tensor, norm: RMSNorm, layout: ActivationLayout
+        self, hidden: Tensor | None, residual: Tensor, norm: InputNorm, layout: ActivationLayout
     ) -> tuple[Tensor | None, Tensor]:
         gate_up, down = self.gate_up, self.down
         rows, residual = norm.prepare(hidden, residual, gate_up, layout)
-        return layout.row(layout.gated(rows, gate_up, self.activation, down), down, residual)
+        inner = layout.gated(rows, gate_up, self.activation, down)
+        return layout.row(inner, down, residual) if self.may_add else (layout.sum(inner, down), residual)
 
     def uses(self, normed: bool) -> Iterator[MatrixUse]:
         yield MatrixUse(self.gate_up, self.activation, normed=normed)

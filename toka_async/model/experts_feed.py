@@ -14,7 +14,7 @@ from toka_async.checkpoint.quantization import BLOCK, FORMATS
 from toka_async.kernels.experts.weights import ExpertWeights
 from toka_async.model.activation_layout import ActivationLayout
 from toka_async.model.comm import Comm, LocalComm
-from toka_async.model.layers import RMSNorm
+from toka_async.model.layers import InputNorm
 from toka_async.model.matrices.build import build_matrix
 from toka_async.model.matrices.fp8 import list_scaled_parts
 from toka_async.model.matrices.matrix import MatrixUse
@@ -120,13 +120,14 @@ class ExpertsFeed(nn.Module):
     dense feed.
     """
 
-    def __init__(self, layer: LayerSpec, hidden_size: int, comm: Comm, ops: Ops) -> None:
+    def __init__(self, layer: LayerSpec, hidden_size: int, comm: Comm, ops: Ops, adds: bool = True) -> None:
         super().__init__()
         feed = layer.feed
         assert isinstance(feed, ExpertsFeedSpec)
         self.spec = feed
         self.ops = ops
-        self.adds = comm.size == 1
+        self.is_alone = comm.size == 1
+        self.adds = adds and self.is_alone
         router, gate_up, down = layer.list_feed_matrices(hidden_size)
         assert isinstance(gate_up, ExpertMatrixSpec)
         assert isinstance(down, ExpertMatrixSpec)
@@ -143,7 +144,7 @@ class ExpertsFeed(nn.Module):
         self.counted: Tensor | None = None  # see `ExpertWeights`
 
     def forward(
-        self, hidden: Tensor | None, residual: Tensor, norm: RMSNorm, layout: ActivationLayout
+        self, hidden: Tensor | None, residual: Tensor, norm: InputNorm, layout: ActivationLayout
     ) -> tuple[Tensor | None, Tensor]:
         normed, residual = norm(hidden, residual)
         x = layout.gather(normed)
@@ -172,7 +173,7 @@ class ExpertsFeed(nn.Module):
 
     def uses(self, normed: bool) -> Iterator[MatrixUse]:  # noqa: ARG002
         """Yields the router of a rank alone: several must round alike, but each chooses its own fastest product."""
-        if self.adds:
+        if self.is_alone:
             yield MatrixUse(self.router)
 
     def parts(self) -> Iterator[tuple[str, WeightPart]]:

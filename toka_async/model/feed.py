@@ -13,7 +13,7 @@ from toka_async.model.activation_layout import ActivationLayout
 from toka_async.model.comm import Comm
 from toka_async.model.dense_feed import DenseFeed
 from toka_async.model.experts_feed import ExpertsFeed
-from toka_async.model.layers import RMSNorm
+from toka_async.model.layers import InputNorm
 from toka_async.model.matrices.matrix import MatrixUse
 from toka_async.model.matrices.ops import Ops
 from toka_async.model.matrices.part import WeightPart
@@ -24,11 +24,14 @@ class Feed(Protocol):
 
     @property
     def adds(self) -> bool:
-        """Whether the result is added to the residual in place, so that the next norm has nothing to add."""
+        """Whether the result is added to the residual in place, so that the next norm has nothing to add.
+
+        Never if the feed was built with `adds=False`.
+        """
         ...
 
     def __call__(
-        self, hidden: Tensor | None, residual: Tensor, norm: RMSNorm, layout: ActivationLayout
+        self, hidden: Tensor | None, residual: Tensor, norm: InputNorm, layout: ActivationLayout
     ) -> tuple[Tensor | None, Tensor]:
         """Computes the feed of norm(residual + hidden), [u, hidden] each; a hidden of None counts as zeros.
 
@@ -46,13 +49,16 @@ class Feed(Protocol):
         ...
 
 
-# Makes the feed of a layer from its spec and the residual's size.
-FEEDS: dict[type, Callable[[LayerSpec, int, Comm, Ops], Feed]] = {
+# Makes the feed of a layer from its spec and the residual's size. The last: whether it may add in place.
+FEEDS: dict[type, Callable[[LayerSpec, int, Comm, Ops, bool], Feed]] = {
     DenseFeedSpec: DenseFeed,
     ExpertsFeedSpec: ExpertsFeed,
 }
 
 
-def build_feed(layer: LayerSpec, hidden_size: int, comm: Comm, ops: Ops) -> Feed:
-    """Builds unset parameters of torch's default dtype on its default device."""
-    return FEEDS[type(layer.feed)](layer, hidden_size, comm, ops)
+def build_feed(layer: LayerSpec, hidden_size: int, comm: Comm, ops: Ops, adds: bool = True) -> Feed:
+    """Builds unset parameters of torch's default dtype on its default device.
+
+    adds: the feed may add its result to the residual in place; otherwise it returns it.
+    """
+    return FEEDS[type(layer.feed)](layer, hidden_size, comm, ops, adds)

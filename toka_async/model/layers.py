@@ -6,6 +6,7 @@ Knows no file names and no model family.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,15 +26,27 @@ from toka_async.model.matrices.share import padded_share_of, whole_of
 class VocabularyMatrix(DenseMatrix):
     """A row for each token id: embeds ids, scores hidden states, or both; each rank holds a part of the rows.
 
-    fp32: logits are float32, as products are summed, and not rounded to the model's dtype.
+    fp32: logits are float32, as products are summed, and not rounded to the model's dtype. scale: of logits. soft_cap:
+    c of c * tanh(logit / c), after the scale; 0: none.
     """
 
-    def __init__(self, spec: MatrixSpec, comm: Comm, ops: Ops, *, fp32: bool = False) -> None:
+    def __init__(
+        self,
+        spec: MatrixSpec,
+        comm: Comm,
+        ops: Ops,
+        *,
+        fp32: bool = False,
+        scale: float = 1.0,
+        soft_cap: float = 0.0,
+    ) -> None:
         share, num_rows = padded_share_of(spec.num_outputs, comm)
         super().__init__(spec, [whole_of(num_rows)], whole_of(spec.num_inputs), ops)
         self.comm = comm
         self.share = share
         self.fp32 = fp32
+        self.scale = scale
+        self.soft_cap = soft_cap
 
     def embed(self, token_ids: Tensor, layout: ActivationLayout) -> Tensor:
         """int64 [t] to [u, dim]."""
@@ -58,6 +71,14 @@ class VocabularyMatrix(DenseMatrix):
 
     def _score(self, hidden: Tensor) -> Tensor:
         """[s, dim] to [s, the rank's ids]."""
+        logits = self._multiply(hidden)
+        if self.scale != 1:
+            logits = logits * self.scale
+        if self.soft_cap:
+            logits = (logits / self.soft_cap).tanh_().mul_(self.soft_cap)
+        return logits
+
+    def _multiply(self, hidden: Tensor) -> Tensor:
         if not self.fp32 or self.weight.dtype == torch.float32:
             return self.ops.linear(hidden, self.weight)
         if hidden.is_cuda:
@@ -70,15 +91,62 @@ class VocabularyMatrix(DenseMatrix):
         yield f"{self.spec.names[0]}.weight", WeightPart(self.weight.data[: self.share.size], (self.share, self.inputs))
 
 
+class InputNorm(Protocol):
+    """What makes the input of half of a layer out of the residual."""
+
+    def __call__(self, x: Tensor | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns norm(residual + x) and residual + x, [t, dim] each. None counts as zeros; one may be None."""
+        ...
+
+    def prepare(
+        self, x: Tensor | None, residual: Tensor | None, matrix: Matrix, layout: ActivationLayout
+    ) -> tuple[Rows, Tensor]:
+        """Returns norm(residual + x) as the matrix takes it, and residual + x; see `__call__`."""
+        ...
+
+
+class NoNorm(nn.Module):
+    """Takes the residual as it is, for halves whose result is normed instead."""
+
+    def forward(self, x: Tensor | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        total = add_both(x, residual)
+        return total, total
+
+    def prepare(
+        self,
+        x: Tensor | None,
+        residual: Tensor | None,
+        matrix: Matrix,
+        layout: ActivationLayout,  # noqa: ARG002
+    ) -> tuple[Rows, Tensor]:
+        total = add_both(x, residual)
+        return matrix.take(total), total
+
+
+def add_both(x: Tensor | None, residual: Tensor | None) -> Tensor:
+    """Adds them; None counts as zeros; one may be None."""
+    if x is None or residual is None:
+        total = residual if x is None else x
+        assert total is not None
+        return total
+    return residual + x
+
+
 class RMSNorm(nn.Module):
-    def __init__(self, dim: int, eps: float, ops: Ops) -> None:
+    """An `InputNorm` with weights (arXiv:1910.07467).
+
+    adds_one: the checkpoint's weights are what the factors have above 1; the sums are kept in float32, as models of
+    that kind compute them.
+    """
+
+    def __init__(self, dim: int, eps: float, ops: Ops, adds_one: bool = False) -> None:
         super().__init__()
-        self.weight = make_unset(dim)
+        self.weight = make_factors(dim, adds_one=adds_one)
+        self.adds_one = adds_one
         self.eps = eps
         self.ops = ops
 
     def forward(self, x: Tensor | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns norm(residual + x) and residual + x, [t, dim] each. None counts as zeros; one may be None."""
         if x is None:
             x, residual = residual, None
         assert x is not None
@@ -87,10 +155,7 @@ class RMSNorm(nn.Module):
     def prepare(
         self, x: Tensor | None, residual: Tensor | None, matrix: Matrix, layout: ActivationLayout
     ) -> tuple[Rows, Tensor]:
-        """Returns norm(residual + x) as the matrix takes it, and residual + x; see `forward`.
-
-        Leaves the norm to the product where every rank has all tokens and there is nothing to add.
-        """
+        """Leaves the norm to the product where every rank has all tokens and there is nothing to add."""
         norm = self.weight, self.eps
         if x is None or residual is None:
             total = residual if x is None else x
@@ -101,15 +166,58 @@ class RMSNorm(nn.Module):
         return matrix.norm(x, residual, norm)
 
     def part(self) -> WeightPart:
-        return WeightPart(self.weight.data, (whole_of(len(self.weight)),), constant=1.0)
+        return factor_part(self.weight.data, len(self.weight), self.adds_one)
+
+
+def make_factors(*shape: int, adds_one: bool) -> nn.Parameter:
+    """Makes a norm's unset factors; those that are sums with 1 have at least float32, which does not round them."""
+    factors = make_unset(*shape)
+    return nn.Parameter(factors.to(torch.promote_types(factors.dtype, torch.float32)), False) if adds_one else factors
+
+
+def factor_part(factors: Tensor, dim: int, adds_one: bool) -> WeightPart:
+    """Describes a norm's factors [..., dim] as a checkpoint's weight [dim]."""
+
+    def add_one(values: Tensor) -> None:
+        factors.copy_(values.to(factors.dtype, copy=True).add_(1))
+
+    return WeightPart(factors, (whole_of(dim),), constant=1.0, store=add_one if adds_one else None)
+
+
+class ResultNorm(nn.Module):
+    """A norm of what half of a layer adds."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed: Tensor = self.norm(x, None)[0]
+        return normed
+
+    def part(self) -> WeightPart:
+        return self.norm.part()
+
+
+class ResultScale(nn.Module):
+    """A factor of what half of a layer adds."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
 
 
 class HeadNorm(nn.Module):
     """The weights [heads, dim] of an RMSNorm of every query and key head, which the attention backend applies."""
 
-    def __init__(self, num_heads: int, num_kv_heads: int, dim: int, eps: float) -> None:
+    def __init__(self, num_heads: int, num_kv_heads: int, dim: int, eps: float, adds_one: bool = False) -> None:
+        """adds_one: see `RMSNorm`."""
         super().__init__()
-        self.weight = make_unset(num_heads + num_kv_heads, dim)
+        self.weight = make_factors(num_heads + num_kv_heads, dim, adds_one=adds_one)
+        self.adds_one = adds_one
         self.num_heads = num_heads
         self.dim = dim
         self.eps = eps
@@ -120,4 +228,4 @@ class HeadNorm(nn.Module):
     def parts(self) -> Iterator[tuple[str, WeightPart]]:
         """Yields the checkpoint's one weight for all query heads, and the one for all key heads."""
         for name, weight in (("q", self.weight.data[: self.num_heads]), ("k", self.weight.data[self.num_heads :])):
-            yield f"self_attn.{name}_norm.weight", WeightPart(weight, (whole_of(self.dim),), constant=1.0)
+            yield f"self_attn.{name}_norm.weight", factor_part(weight, self.dim, self.adds_one)

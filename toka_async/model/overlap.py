@@ -44,10 +44,10 @@ class OverlappedShards(SequenceSharded):
             return SequenceSharded.gated(self, rows, matrix, activation, consumer)
         return consumer.gate(self.column(rows, matrix), activation)
 
-    def row(self, rows: Rows, matrix: Matrix, residual: Tensor) -> tuple[Tensor | None, Tensor]:
+    def sum(self, rows: Rows, matrix: Matrix) -> Tensor:
         if matrix.plain is None:
-            return SequenceSharded.row(self, rows, matrix, residual)
-        return add_bias(self.product_scatter(rows.values, matrix.plain), matrix), residual
+            return SequenceSharded.sum(self, rows, matrix)
+        return add_bias(self.product_scatter(rows.values, matrix.plain), matrix)
 
 
 def build_overlapped(comm: Comm) -> OverlappedShards:

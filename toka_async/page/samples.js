@@ -48,10 +48,7 @@ class Sample {
       else this.body.append(text);
       return;
     }
-    // Tokens can be parts of characters, or of what is not shown: then all of a chunk is one.
-    const parts = tokens.map((token) => token.text).join("") === text ? tokens.map((token) => [token.text, [token]]) : [[text, tokens]];
-    for (const [shown, of] of parts) {
-      if (!shown) continue;
+    for (const [shown, of] of split(text, tokens)) {
       const likelihood = Math.exp(Math.min(...of.map((token) => token.logprob)));
       const span = make("span", `p${BOUNDS.filter((bound) => likelihood >= bound).length}`, shown);
       this.board.tokens.set(span, of);
@@ -59,6 +56,22 @@ class Sample {
       this.board.numSpans += 1;
     }
   }
+}
+
+// A chunk's text in pieces, each with its tokens. Tokens can be parts of characters, or of what is not shown, as the end
+// is: from the first such token on, the rest of the chunk is one piece.
+export function split(text, tokens) {
+  const parts = [];
+  let length = 0;
+  let index = 0;
+  for (; index < tokens.length && text.startsWith(tokens[index].text, length); index += 1) {
+    parts.push([tokens[index].text, [tokens[index]]]);
+    length += tokens[index].text.length;
+  }
+  const [rest, of] = [text.slice(length), tokens.slice(index)];
+  if (rest && !of.length) parts.at(-1)[0] += rest;
+  else parts.push([rest, of]);
+  return parts.filter(([shown]) => shown);
 }
 
 // All samples of a run.

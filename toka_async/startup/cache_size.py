@@ -147,9 +147,9 @@ def count_token_bytes(
     In a step of several parts, the moment is that of one part's tokens, whose residuals come and go as well. stored:
     what keys are stored as; None: dtype.
     """
-    projections = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    of_mixer = max(layer.mixer.count_values() for layer in spec.layers)
     of_feed = max(layer.feed.count_values(spec.hidden_size) for layer in spec.layers)
-    a_token = 4 * spec.hidden_size + of_feed + 2 * projections
+    a_token = 4 * spec.hidden_size + of_feed + of_mixer
     if num_parts > 1:
         a_token = -(-(a_token + LINKED * spec.hidden_size) // num_parts)
     return a_token * dtype.itemsize + bytes_per_token(spec, stored or dtype)

@@ -24,18 +24,19 @@ def list_layer_trials(
     spec: of the rank. stored: what the cache stores.
     """
     counts, ops, make = list_row_counts(device), FusedOps(), partial(torch.zeros, dtype=dtype, device=device)
-    num_heads, num_kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    attention = spec.attention
+    num_heads, num_kv_heads, dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
 
     def append_rows(num_rows: int) -> None:
         cache = KVCache(1, 1, num_kv_heads, page_size, dim, dtype, device, stored=CacheFormat(stored))
         heads, rotation = make(num_rows, num_heads + 2 * num_kv_heads, dim), make(num_rows, 1, dim)
         indices = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        norm = make(num_heads + num_kv_heads, dim) if spec.qk_norm else None
+        norm = make(num_heads + num_kv_heads, dim) if attention.head_norm else None
         append(heads, (rotation, rotation), cache.keys[0], cache.values[0], indices, norm)
 
     def norm_rows(num_rows: int, adds: bool) -> None:
         x = make(num_rows, spec.hidden_size)
-        ops.add_norm(x, x if adds else None, x[0], spec.norm_eps)
+        ops.add_norm(x, x if adds else None, x[0], spec.norm.eps)
 
     def gate_rows(num_rows: int, inner: int, activation: str) -> None:
         ops.gate(make(num_rows, 2 * inner), activation)

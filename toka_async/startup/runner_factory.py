@@ -20,7 +20,7 @@ from toka_async.attention.build import AttentionParts, BuiltAttention, build_att
 from toka_async.attention.choice import ChoiceTable, every_group_pays
 from toka_async.attention.flashinfer import FAILURES, explain_failure, explain_no_flashinfer
 from toka_async.attention.invariant.backend import build_invariant_attention
-from toka_async.attention.kv_cache import E4M3, CacheFormat, KVCache, bytes_per_token
+from toka_async.attention.kv_cache import E4M3, CacheFormat, KVCache, bytes_per_token, make_cache
 from toka_async.attention.modules import ModuleRequest, find_missing, list_architectures, make_module_request
 from toka_async.bar import show_nothing
 from toka_async.checkpoint.division import group_experts, make_rank_spec, make_stage_spec, stage_parts
@@ -216,7 +216,7 @@ class RunnerFactory:
         backend = self.config.attention.backend
         if self.invariant or backend not in ("auto", "flashinfer"):
             return True
-        if explain_no_flashinfer(self.device, self.dtype, self.spec.head_dim):
+        if explain_no_flashinfer(self.device, self.dtype, self.spec.attention.head_dim):
             return True  # building attention says so where it matters
         is_there, reason = False, ""
         with self.stages.stage("FlashInfer", "looking for its modules"):
@@ -441,23 +441,24 @@ class RunnerFactory:
         spec, limits, page_size = self.rank_spec, self.limits, self.config.cache.page_size
         show = show_nothing if choose is None else self.stages.show
         # One page more, for rows that only fill up a batch.
-        shape = spec.num_layers, num_pages + 1, spec.num_kv_heads, page_size, spec.head_dim
         can_sleep = self.config.cache.can_sleep and choose is not None
-        cache = KVCache(*shape, self.dtype, self.device, show, self.cache_format, can_sleep)
+        cache = make_cache(spec, num_pages + 1, page_size, self.dtype, self.device, show, self.cache_format, can_sleep)
+        num_heads = spec.attention.num_heads
         backend = self.config.attention.backend
         if self.invariant:
-            attention = build_invariant_attention(backend, cache, spec.num_heads, spec.windows, limits.max_seqs)
+            attention = build_invariant_attention(backend, cache, num_heads, spec.windows, limits.max_seqs)
         else:
             attention = build_attention(
                 backend,
                 cache,
-                spec.num_heads,
+                num_heads,
                 spec.windows,
                 max_seqs=limits.max_seqs,
                 max_tokens=limits.max_tokens,
                 choose=choose,
                 with_flashinfer=with_flashinfer,
                 show=show,
+                has_sinks=spec.attention.sinks,
             )
         group_min_seqs, group_min_tokens = self.groups.world.agree(attention.smallest_group, tuple[int, int])
         ready = Ready(

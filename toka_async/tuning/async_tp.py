@@ -217,13 +217,13 @@ class LayerRun:
         self.layout = layout
         self.num_tokens = num_tokens
         self._hidden = torch.randn(num_own, norm.numel(), dtype=norm.dtype, device=norm.device)
-        self._rotation = decoder.rope(torch.arange(num_tokens, device=norm.device), norm.dtype)
+        self._rotations = decoder.rotate(torch.arange(num_tokens, device=norm.device), norm.dtype)
         self._attention = NoAttention(decoder.num_heads)
 
     @torch.inference_mode()
     def __call__(self) -> None:
         for _ in range(LAYERS):
-            self._layer(self._hidden, self._hidden, self._rotation, self._attention, self.layout)
+            self._layer(self._hidden, self._hidden, self._rotations, self._attention, self.layout)
 
 
 class NoAttention:

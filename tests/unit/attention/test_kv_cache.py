@@ -43,7 +43,7 @@ def test_scales() -> None:
 
 def test_bytes_per_token(tmp_path: Path) -> None:
     spec = read_spec(make_checkpoint(tmp_path, "llama", num_hidden_layers=3))
-    cache = KVCache(3, 1, spec.num_kv_heads, 1, spec.head_dim, torch.bfloat16, torch.device("cpu"))
+    cache = KVCache(3, 1, spec.attention.num_kv_heads, 1, spec.attention.head_dim, torch.bfloat16, torch.device("cpu"))
     total = sum(tensor.numel() * tensor.itemsize for tensor in cache.keys + cache.values)
     assert bytes_per_token(spec, torch.bfloat16) == total
     assert bytes_per_token(spec, torch.float32) == 2 * total

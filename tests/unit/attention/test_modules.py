@@ -61,9 +61,9 @@ def test_the_request_for_a_model(tmp_path: Path) -> None:
         architectures="9.0a",
         dtype="float16",
         stored="float8_e4m3fn",
-        head_dim=spec.head_dim,
+        head_dim=spec.attention.head_dim,
         windowed=(False, True),
-        tensor_cores=spec.num_heads // spec.num_kv_heads >= 4,
+        tensor_cores=spec.attention.num_heads // spec.attention.num_kv_heads >= 4,
     )
 
 

@@ -77,7 +77,9 @@ def test_quantized_matrices_are_read_in_a_byte_each() -> None:
 def test_matrices_are_read_or_multiplied_with(floor: Floor) -> None:
     """Of few tokens reading them takes longer, of many multiplying; what torch measured changes neither."""
     spec = read_spec(Path(toka_async.__file__).parent / "demo")
-    layer = spec.hidden_size * (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    layer = (
+        spec.hidden_size * (2 * spec.attention.num_heads + 2 * spec.attention.num_kv_heads) * spec.attention.head_dim
+    )
     layer += 3 * spec.hidden_size * spec.layers[0].feed.inner
     head = spec.vocab_size * spec.hidden_size
     few = floor.compute(Case(rows=1, context=1), grouped=False)

@@ -44,10 +44,10 @@ def test_sizes_divide_heads_and_repeat_kv_heads(
     for tp in sizes:
         check_tensor_size(spec, tp)
         part = make_rank_spec(spec, tp)
-        assert part.num_heads * tp == heads
+        assert part.attention.num_heads * tp == heads
         assert [layer.feed.inner * tp for layer in part.layers] == [inner] * spec.num_layers
-        assert part.num_kv_heads == max(1, kv_heads // tp)
-        assert part.num_heads % part.num_kv_heads == 0
+        assert part.attention.num_kv_heads == max(1, kv_heads // tp)
+        assert part.attention.num_heads % part.attention.num_kv_heads == 0
         assert part.vocab_size == spec.vocab_size
 
 

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from toka_async.checkpoint.attention_spec import AttentionSpec
 from toka_async.checkpoint.layer_spec import DenseFeedSpec, LayerSpec
 from toka_async.checkpoint.matrix_spec import Units
+
+ATTENTION = AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=8, rope=None)
 
 
 def test_a_dense_feed_and_its_part_on_a_rank() -> None:
@@ -17,6 +20,6 @@ def test_a_dense_feed_and_its_part_on_a_rank() -> None:
 
 def test_exempt_matrices_are_dense() -> None:
     feed = DenseFeedSpec(inner=72, activation="silu", bias=False)
-    layer = LayerSpec(0, feed, "fp8/channel", ("mlp.down_proj",))
+    layer = LayerSpec(ATTENTION, feed, format="fp8/channel", exempt=("mlp.down_proj",))
     assert [matrix.format for matrix in layer.list_feed_matrices(48)] == ["fp8/channel", "dense"]
-    assert [matrix.format for matrix in LayerSpec(0, feed).list_feed_matrices(48)] == ["dense", "dense"]
+    assert [matrix.format for matrix in LayerSpec(ATTENTION, feed).list_feed_matrices(48)] == ["dense", "dense"]

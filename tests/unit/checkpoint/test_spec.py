@@ -11,8 +11,9 @@ import pytest
 
 from tests.cases.models import LLAMA3_ROPE, make_checkpoint
 from tests.cases.quantized import BLOCKS
+from toka_async.checkpoint.attention_spec import AttentionSpec
 from toka_async.checkpoint.experts_spec import ExpertNames, ExpertsFeedSpec
-from toka_async.checkpoint.layer_spec import DenseFeedSpec, LayerSpec
+from toka_async.checkpoint.layer_spec import DenseFeedSpec, LayerSpec, NormSpec
 from toka_async.checkpoint.spec import ModelError, ModelSpec, RopeSpec, read_spec
 
 MINIMAL: dict[str, Any] = {
@@ -32,20 +33,14 @@ def read(folder: Path, **fields: Any) -> ModelSpec:
 
 
 def test_minimal_llama(tmp_path: Path) -> None:
+    attention = AttentionSpec(num_heads=6, num_kv_heads=6, head_dim=8, rope=RopeSpec(theta=10000.0))
     assert read(tmp_path) == ModelSpec(
         family="llama",
         vocab_size=100,
         hidden_size=48,
-        num_heads=6,
-        num_kv_heads=6,
-        head_dim=8,
-        norm_eps=1e-6,
+        norm=NormSpec(eps=1e-6),
         tie_embeddings=False,
-        attention_bias=False,
-        output_bias=False,
-        qk_norm=False,
-        layers=(LayerSpec(window=0, feed=DenseFeedSpec(inner=64, activation="silu", bias=False)),) * 3,
-        rope=RopeSpec(theta=10000.0),
+        layers=(LayerSpec(attention, DenseFeedSpec(inner=64, activation="silu", bias=False)),) * 3,
         max_context=2048,
         dtype="float32",
         bos_token_id=1,
@@ -81,7 +76,7 @@ def test_experts_of_both_families(tmp_path: Path) -> None:
     (feed,) = {layer.feed for layer in spec.layers}
     names = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")
     assert feed == ExpertsFeedSpec(inner=64, activation="gelu", num_experts=8, top_k=2, renormalizes=True, names=names)
-    assert (set(spec.windows), spec.norm_eps, spec.rope.theta) == ({0}, 1e-5, 1e6)
+    assert (set(spec.windows), spec.norm.eps, spec.ropes[0].theta) == ({0}, 1e-5, 1e6)
 
 
 def test_biases(tmp_path: Path) -> None:
@@ -89,7 +84,7 @@ def test_biases(tmp_path: Path) -> None:
         spec = read(tmp_path, **fields)
         feed = spec.layers[0].feed
         assert isinstance(feed, DenseFeedSpec)
-        return spec.attention_bias, spec.output_bias, feed.bias
+        return spec.attention.bias, spec.attention.output_bias, feed.bias
 
     assert biases() == (False, False, False)
     assert biases(attention_bias=True) == (True, True, False)
@@ -102,7 +97,7 @@ def test_biases(tmp_path: Path) -> None:
 def test_heads(tmp_path: Path) -> None:
     def heads(**fields: Any) -> tuple[int, int, int]:
         spec = read(tmp_path, **fields)
-        return spec.num_heads, spec.num_kv_heads, spec.head_dim
+        return spec.attention.num_heads, spec.attention.num_kv_heads, spec.attention.head_dim
 
     assert heads() == (6, 6, 8)
     assert heads(num_key_value_heads=2, head_dim=20) == (6, 2, 20)
@@ -142,34 +137,34 @@ def test_both_spellings(tmp_path: Path) -> None:
     new = read(tmp_path, rope_parameters=both, dtype="bfloat16", max_position_embeddings=256)
     assert old == new
     assert old.dtype == "bfloat16"
-    assert old.rope == RopeSpec(
+    assert old.ropes[0] == RopeSpec(
         theta=5e5, kind="llama3", factor=8.0, original_max_position=32, low_freq_factor=1.0, high_freq_factor=4.0
     )
     assert old.max_context == 256
-    assert read(tmp_path, rope_scaling={"type": "default"}, rope_theta=3.0).rope == RopeSpec(theta=3.0)
-    assert read(tmp_path, rope_scaling=None, rope_theta=3).rope == RopeSpec(theta=3.0)
+    assert read(tmp_path, rope_scaling={"type": "default"}, rope_theta=3.0).ropes[0] == RopeSpec(theta=3.0)
+    assert read(tmp_path, rope_scaling=None, rope_theta=3).ropes[0] == RopeSpec(theta=3.0)
     assert read(tmp_path, dtype="float16", torch_dtype="bfloat16").dtype == "float16"
     assert read(tmp_path, torch_dtype="torch.float16").dtype == "float16"
 
 
 def test_stretched_contexts(tmp_path: Path) -> None:
     linear = read(tmp_path, rope_scaling={"type": "linear", "factor": 4.0}, max_position_embeddings=100)
-    assert (linear.rope, linear.max_context) == (RopeSpec(kind="linear", factor=4.0), 400)
+    assert (linear.ropes[0], linear.max_context) == (RopeSpec(kind="linear", factor=4.0), 400)
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     assert read(tmp_path, rope_scaling=yarn, max_position_embeddings=64).max_context == 256
     assert read(tmp_path, rope_scaling=yarn, max_position_embeddings=80).max_context == 256
     assert read(tmp_path, rope_scaling=yarn, max_position_embeddings=300).max_context == 300
     absent = read(tmp_path, rope_scaling={"type": "yarn", "factor": 2.0}, max_position_embeddings=50)
-    assert (absent.rope.original_max_position, absent.max_context) == (50, 100)
+    assert (absent.ropes[0].original_max_position, absent.max_context) == (50, 100)
     outside = read(tmp_path, rope_scaling=yarn, original_max_position_embeddings=32)
-    assert outside.rope.original_max_position == 32
+    assert outside.ropes[0].original_max_position == 32
 
 
 def test_yarn_parameters(tmp_path: Path) -> None:
     same = {"factor": 4.0, "attention_factor": 1.25, "mscale": 0.7, "mscale_all_dim": 0.9, "truncate": False}
     full = same | {"rope_type": "yarn", "original_max_position_embeddings": 64, "beta_fast": 16, "beta_slow": 2}
     wanted = same | {"kind": "yarn", "original_max_position": 64, "beta_fast": 16.0, "beta_slow": 2.0}
-    assert read(tmp_path, rope_scaling=full).rope == msgspec.convert(wanted, RopeSpec)
+    assert read(tmp_path, rope_scaling=full).ropes[0] == msgspec.convert(wanted, RopeSpec)
 
 
 def test_only_the_cache_is_quantized(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.drivers.thread_ranks import run_ranks
+from toka_async.checkpoint.attention_spec import AttentionSpec
 from toka_async.checkpoint.layer_spec import DenseFeedSpec, LayerSpec
 from toka_async.model.activation_layout import Replicated
 from toka_async.model.comm import LocalComm
@@ -18,7 +19,8 @@ OPS = TorchOps()
 
 
 def layer_of(bias: bool) -> LayerSpec:
-    return LayerSpec(0, DenseFeedSpec(inner=6, activation="silu", bias=bias))
+    attention = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=2, rope=None)
+    return LayerSpec(attention, DenseFeedSpec(inner=6, activation="silu", bias=bias))
 
 
 @pytest.mark.parametrize("with_hidden", [False, True])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.drivers.thread_ranks import run_ranks
+from toka_async.checkpoint.attention_spec import AttentionSpec
 from toka_async.checkpoint.experts_spec import ExpertNames, ExpertsFeedSpec
 from toka_async.checkpoint.layer_spec import LayerSpec
 from toka_async.model.activation_layout import Replicated
@@ -31,7 +32,8 @@ def layer_of(num_groups: int = 1, is_stacked: bool = False, format: str = "dense
         bias=is_stacked,
         num_groups=num_groups,
     )
-    return LayerSpec(0, feed, format, ("route",))
+    mixer = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=2, rope=None)
+    return LayerSpec(mixer, feed, format=format, exempt=("route",))
 
 
 @pytest.mark.parametrize("with_hidden", [False, True])

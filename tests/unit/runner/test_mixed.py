@@ -18,7 +18,7 @@ from tests.fakes.model import FakeAttention, FakeCache, FakeModel
 from toka_async.arrays import as_f32, as_i32
 from toka_async.attention.base import PrefixGroup
 from toka_async.attention.build import BuiltAttention
-from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.kv_cache import make_cache
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.checkpoint.spec import read_spec
 from toka_async.messages import Ready, StepDone, TokenSampling
@@ -234,12 +234,13 @@ def test_a_decoder_computes_the_same_tokens(model_dir: Path, monkeypatch: pytest
     ready = Ready(num_pages=40, page_size=4, max_seqs=6, max_context=60, vocab_size=spec.vocab_size, max_tokens=64)
 
     def make_runner() -> Runner:
-        cache = KVCache(
-            spec.num_layers, ready.num_pages + 1, spec.num_kv_heads, ready.page_size, spec.head_dim, torch.float32, cpu
+        cache = make_cache(spec, ready.num_pages + 1, ready.page_size, torch.float32, cpu)
+        decode, chunks = (
+            partial(TritonDecode, cache, spec.attention.num_heads),
+            partial(TritonChunks, cache, spec.attention.num_heads),
         )
-        decode, chunks = partial(TritonDecode, cache, spec.num_heads), partial(TritonChunks, cache, spec.num_heads)
         mixed = MixedGraphAttention(cache, spec.windows, decode, chunks)
-        built = BuiltAttention(ReferenceAttention(cache, spec.num_heads, spec.windows), mixed=mixed)
+        built = BuiltAttention(ReferenceAttention(cache, spec.attention.num_heads, spec.windows), mixed=mixed)
         return Runner(ready, cpu, decoder, cache, built)
 
     replaying, plain = make_runner(), make_runner()

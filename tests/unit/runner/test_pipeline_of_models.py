@@ -15,7 +15,7 @@ from tests.drivers.page_rank import submit
 from tests.drivers.stage_runners import StageRunners, setups, stage_runners
 from toka_async.arrays import as_f32
 from toka_async.attention.build import BuiltAttention
-from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.kv_cache import make_cache
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.checkpoint.division import make_stage_spec, stage_parts
 from toka_async.checkpoint.spec import read_spec
@@ -61,8 +61,8 @@ def in_stages(folder: Path, num_stages: int, num_parts: int) -> StageRunners:
         own = make_stage_spec(spec, parts[stage])
         decoder = build_decoder(spec, torch.float32, CPU, part=parts[stage])
         load_weights(decoder, folder)
-        cache = KVCache(own.num_layers, 301, spec.num_kv_heads, 4, spec.head_dim, torch.float32, CPU)
-        attention = ReferenceAttention(cache, spec.num_heads, own.windows)
+        cache = make_cache(own, 301, 4, torch.float32, CPU)
+        attention = ReferenceAttention(cache, spec.attention.num_heads, own.windows)
         return Runner(READY, CPU, decoder, cache, BuiltAttention(attention), stage=setup)
 
     if num_stages == 1:

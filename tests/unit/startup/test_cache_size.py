@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.cases.models import make_checkpoint
-from toka_async.attention.kv_cache import E4M3, CacheFormat, KVCache, bytes_per_token
+from toka_async.attention.kv_cache import E4M3, CacheFormat, bytes_per_token, make_cache
+from toka_async.checkpoint.attention_spec import AttentionSpec
 from toka_async.checkpoint.layer_spec import DenseFeedSpec, LayerSpec
 from toka_async.checkpoint.limits import RankLimits
 from toka_async.checkpoint.spec import ModelError, ModelSpec, read_spec
@@ -62,8 +63,8 @@ def spec(tmp_path: Path) -> ModelSpec:
     return read_spec(make_checkpoint(tmp_path / "model", "llama", max_position_embeddings=1 << 20))
 
 
-def layers_of(inner: int, num_layers: int) -> tuple[LayerSpec, ...]:
-    return (LayerSpec(0, DenseFeedSpec(inner, "silu", bias=False)),) * num_layers
+def layers_of(attention: AttentionSpec, inner: int, num_layers: int) -> tuple[LayerSpec, ...]:
+    return (LayerSpec(attention, DenseFeedSpec(inner, "silu", bias=False)),) * num_layers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -73,7 +74,7 @@ def test_a_page_takes_what_cache_and_history_allocate(
     spec: ModelSpec, dtype: torch.dtype, page_size: int, kind: Literal["auto", "fp8"]
 ) -> None:
     cpu, stored = torch.device("cpu"), CacheFormat(E4M3) if kind == "fp8" else None
-    cache = KVCache(spec.num_layers, 7, spec.num_kv_heads, page_size, spec.head_dim, dtype, cpu, stored=stored)
+    cache = make_cache(spec, 7, page_size, dtype, cpu, stored=stored)
     tensors = [*cache.keys, *cache.values, TokenHistory(7, page_size, cpu).ids]
     allocated = sum(tensor.nbytes for tensor in tensors)
     assert 7 * count_page_bytes(spec, CacheConfig(page_size=page_size, dtype=kind), dtype) == allocated
@@ -117,10 +118,10 @@ def test_nothing_is_taken_after_the_cache_that_was_not_left_for_it(
 ) -> None:
     """What is not in the peak of the largest step: graphs' own memory and nodes, libraries' workspaces, waste."""
     hidden, inner, layers, heads, rows = {"1b": (2048, 8192, 16, 32, 2048), "8b": (4096, 14_336, 32, 32, 512)}[size]
+    attention = AttentionSpec(num_heads=heads, num_kv_heads=8, head_dim=hidden // heads, rope=None)
     spec = msgspec.structs.replace(
-        spec, hidden_size=hidden, layers=layers_of(inner, layers), num_heads=heads, num_kv_heads=8,
-        head_dim=hidden // heads, vocab_size=128_256,
-    )  # fmt: skip
+        spec, hidden_size=hidden, layers=layers_of(attention, inner, layers), vocab_size=128_256
+    )
     total = memory.total = gib * GIB
     weights = layers * (3 * inner * hidden + 3 * hidden * hidden) * 2 + 128_256 * hidden * 2
     peak = weights + 2 * GIB
@@ -239,7 +240,7 @@ def test_automatic_limits_become_smaller_until_they_fit(
 def test_graphs_of_prompts_take_little_of_the_memory(spec: ModelSpec) -> None:
     dtype = torch.bfloat16
     assert count_graph_tokens(GraphsConfig(), spec, dtype, 80 * GIB, 32768) == 4096
-    wide = msgspec.structs.replace(spec, hidden_size=8192, layers=layers_of(28672, spec.num_layers))
+    wide = msgspec.structs.replace(spec, hidden_size=8192, layers=layers_of(spec.attention, 28672, spec.num_layers))
     tokens = count_graph_tokens(GraphsConfig(), wide, dtype, 24 * GIB, 32768)
     assert 512 < tokens < 4096
     assert 0.018 < count_graph_bytes(wide, dtype, 0, tokens) / (24 * GIB) <= 0.02
@@ -263,7 +264,9 @@ def test_graphs_of_many_rows_take_little_of_the_memory(spec: ModelSpec) -> None:
     """With their logits. Those of 512 rows are always captured."""
     graphs, dtype = GraphsConfig(), torch.bfloat16
     assert count_graph_rows(graphs, spec, dtype, 141 * GIB, 8192) == 4096
-    wide = msgspec.structs.replace(spec, hidden_size=4096, layers=layers_of(14336, spec.num_layers), vocab_size=128_256)
+    wide = msgspec.structs.replace(
+        spec, hidden_size=4096, layers=layers_of(spec.attention, 14336, spec.num_layers), vocab_size=128_256
+    )
     rows = count_graph_rows(graphs, wide, dtype, 40 * GIB, 8192)
     assert 512 < rows < 4096
     assert 0.018 < count_graph_bytes(wide, dtype, rows, 0) / (40 * GIB) <= 0.02

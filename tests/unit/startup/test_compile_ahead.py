@@ -107,12 +107,14 @@ def test_all_but_products_is_compiled(spec: ModelSpec, tried: list[str]) -> None
     for task in tasks_of(spec):
         task()
     windows = sorted(set(spec.windows))
-    assert tried == [f"attention of {spec.num_heads} heads and windows {windows}", *others_of(spec)]
+    assert tried == [f"attention of {spec.attention.num_heads} heads and windows {windows}", *others_of(spec)]
 
 
 @pytest.mark.parametrize(("backend", "head_dim"), [("flashinfer", 64), ("reference", 64), ("auto", 512)])
 def test_where_attention_is_not_ours(spec: ModelSpec, tried: list[str], backend: Backend, head_dim: int) -> None:
-    for task in tasks_of(msgspec.structs.replace(spec, head_dim=head_dim), backend):
+    attention = msgspec.structs.replace(spec.attention, head_dim=head_dim)
+    layers = tuple(msgspec.structs.replace(layer, mixer=attention) for layer in spec.layers)
+    for task in tasks_of(msgspec.structs.replace(spec, layers=layers), backend):
         task()
     assert tried == others_of(spec)
 

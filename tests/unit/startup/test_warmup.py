@@ -16,7 +16,7 @@ from tests.fakes.graphs import FakeGraphs
 from tests.fakes.model import FakeAttention, FakeCache, FakeModel
 from toka_async.arrays import EMPTY
 from toka_async.attention.build import BuiltAttention
-from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.kv_cache import make_cache
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.checkpoint.limits import RankLimits
 from toka_async.checkpoint.spec import ModelSpec, read_spec
@@ -148,10 +148,8 @@ def test_loads_are_computed_within_odd_limits(
     if loads not in (list_gpu_loads, list_cpu_loads):
         limits = RankLimits(ready.max_seqs, ready.max_tokens, ready.max_context)
         ready = msgspec.structs.replace(ready, num_pages=count_largest_step_pages(limits, ready.page_size))
-    cache = KVCache(
-        spec.num_layers, ready.num_pages + 1, spec.num_kv_heads, ready.page_size, spec.head_dim, torch.float32, CPU
-    )
-    attention = ReferenceAttention(cache, spec.num_heads, spec.windows)
+    cache = make_cache(spec, ready.num_pages + 1, ready.page_size, torch.float32, CPU)
+    attention = ReferenceAttention(cache, spec.attention.num_heads, spec.windows)
     runner = Runner(ready, CPU, decoder, cache, BuiltAttention(attention))
     for load in loads(ready):
         load(runner)

@@ -18,6 +18,7 @@ from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
 from toka_async.checkpoint.quantization import FORMATS
 from toka_async.checkpoint.spec import ModelError, read_spec
 from toka_async.model.activation_layout import LayoutPolicy
+from toka_async.model.attention import Attention
 from toka_async.model.comm import Comm, LocalComm
 from toka_async.model.decoder import Decoder
 from toka_async.model.matrices.blocked_ops import BlockedOps
@@ -103,9 +104,10 @@ def test_exempt_matrices_stay_dense(tmp_path: Path, kind: str) -> None:
     folder = quantize_checkpoint(dense, tmp_path / "quantized", PUBLISHED[kind] | {names: exempt})
     decoder = load(folder, LocalComm())
     first, second = decoder.list_layers()
-    assert isinstance(first.attention.output, Fp8Matrix)
-    assert isinstance(second.attention.output, DenseMatrix)
-    assert isinstance(second.attention.qkv, Fp8Matrix)
+    assert isinstance(first.mixer.output, Fp8Matrix)
+    assert isinstance(second.mixer.output, DenseMatrix)
+    assert isinstance(second.mixer, Attention)
+    assert isinstance(second.mixer.qkv, Fp8Matrix)
     expected = logits(load(dequantize_checkpoint(folder, tmp_path / "exact"), LocalComm()))
     assert torch.equal(logits(decoder), expected)
     text = (folder / "config.json").read_text().replace("0.mlp.up_proj", "0.mlp.other")

@@ -1,0 +1,172 @@
+"""Seconds of an update of all weights, beside what its bytes take at the speed of the way they go.
+
+    python scripts/rl/measure_update.py MODEL nccl model.load=random                     # trainer on the second GPU
+    python scripts/rl/measure_update.py MODEL cuda cache.memory_fraction=0.5             # both on one GPU
+    python scripts/rl/measure_update.py MODEL shm model.load=random
+    python scripts/rl/measure_update.py demo shm model.device=cpu
+
+Starts a server, gives it random weights several times, and compares the checksums of the last ones. The speed is that
+of copying 1 GiB the same way: from GPU to GPU, on one GPU, or from memory that is not pinned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import socket
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from toka_async.bench.loads.served import serve
+from toka_async.checkpoint.hub import resolve_model
+from toka_async.checkpoint.spec import read_spec
+from toka_async.client import Client, Trainer
+from toka_async.control import Broadcast, CudaBucket, NcclTransfer
+from toka_async.transfer.checksum import sum_tensors
+from toka_async.transfer.deadline import Deadline
+from toka_async.transfer.nccl import NcclCommunicator, join_nccl
+from toka_async.transfer.shared import divide_buckets, place_tensors, share_cuda
+from toka_async.transfer.tensors import describe_tensor, view_bytes
+from toka_async.transfer.wire import send_tensors
+from toka_async.weights.catalog import WeightCatalog
+
+ROUNDS = 4  # the first one does not count
+BUCKET = 1 << 30  # bytes
+SECONDS = 300.0
+
+
+def make_tensors(model: Path, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Tensor]:
+    """Makes a checkpoint of small random numbers."""
+    generator = torch.Generator(device).manual_seed(seed)
+    expected = WeightCatalog(read_spec(model), dtype).tensors
+    return {
+        name: torch.randn(each.shape, generator=generator, device=device, dtype=dtype).mul_(0.01)
+        for name, each in expected.items()
+    }
+
+
+def measure_copy(source: torch.device, target: torch.device) -> float:
+    """Returns the bytes a second of copies of 1 GiB, the median of five."""
+    one, other = (torch.zeros(BUCKET, dtype=torch.uint8, device=device) for device in (source, target))
+    times = []
+    for _ in range(6):
+        synchronize(source, target)
+        began = time.perf_counter()
+        other.copy_(one)
+        synchronize(source, target)
+        times.append(time.perf_counter() - began)
+    return BUCKET / statistics.median(times[1:])
+
+
+def synchronize(*devices: torch.device) -> None:
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+class Sender:
+    """One way from this process to the server's rank. open: before the first update."""
+
+    def __init__(self, trainer: Trainer, device: torch.device) -> None:
+        self.trainer = trainer
+        self.device = device
+
+    async def open(self) -> None:
+        pass
+
+    async def send(self, tensors: dict[str, Tensor]) -> None:
+        raise NotImplementedError
+
+
+class NcclSender(Sender):
+    async def open(self) -> None:
+        port = find_port()
+        transfer = NcclTransfer(address="127.0.0.1", port=port, rank_offset=1, world_size=2, packed=True)
+        join = asyncio.to_thread(join_nccl, transfer, 0, self.device, Deadline(SECONDS))
+        joined, _ = await asyncio.gather(join, self.trainer.open_transfer(transfer))
+        self.group: NcclCommunicator = joined
+
+    async def send(self, tensors: dict[str, Tensor]) -> None:
+        await self.trainer.begin_update()
+        infos = [describe_tensor(*each) for each in tensors.items()]
+        sent = asyncio.to_thread(send_tensors, self.group, tensors.items(), Deadline(SECONDS))
+        await asyncio.gather(sent, self.trainer.load(Broadcast(transfer="nccl"), infos))
+        await self.trainer.finish_update()
+
+
+class CudaSender(Sender):
+    async def open(self) -> None:
+        self.bucket = torch.empty(BUCKET, dtype=torch.uint8, device=self.device)
+
+    async def send(self, tensors: dict[str, Tensor]) -> None:
+        await self.trainer.begin_update()
+        for filling in divide_buckets(tensors.items(), BUCKET):
+            offsets = place_tensors(filling)
+            for (_, tensor), offset in zip(filling, offsets, strict=True):
+                self.bucket[offset : offset + tensor.nbytes].copy_(view_bytes(tensor))
+            torch.cuda.synchronize(self.device)
+            source = CudaBucket(handles=(share_cuda(self.bucket),), offsets=tuple(offsets))
+            await self.trainer.load(source, [describe_tensor(*each) for each in filling])
+        await self.trainer.finish_update()
+
+
+class ShmSender(Sender):
+    async def send(self, tensors: dict[str, Tensor]) -> None:
+        await self.trainer.update(tensors.items(), bucket_bytes=BUCKET)
+
+
+SENDERS: dict[str, type[Sender]] = {"nccl": NcclSender, "cuda": CudaSender, "shm": ShmSender}
+
+
+def find_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+async def measure(model: Path, way: str, overrides: list[str]) -> None:
+    has_gpu = torch.cuda.is_available()
+    engine = torch.device("cuda:0" if has_gpu else "cpu")
+    own = torch.device({"nccl": "cuda:1", "cuda": "cuda:0"}.get(way, "cpu"))
+    dtype = torch.bfloat16 if has_gpu else torch.float32
+    address = f"tcp://127.0.0.1:{find_port()}"
+    own_overrides = [f"model.path={model}", f"zmq.bind={address}", "server.admin=true"]
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    with serve([*own_overrides, *overrides]):
+        speed = measure_copy(own, engine)
+        async with Client(address) as client:
+            sender = SENDERS[way](Trainer(client), own)
+            await sender.open()
+            times = []
+            for seed in range(ROUNDS):
+                tensors = make_tensors(model, dtype, own, seed)
+                synchronize(own)
+                began = time.perf_counter()
+                await sender.send(tensors)
+                times.append(time.perf_counter() - began)
+            sums = sum_tensors(tensors)
+            assert await sender.trainer.checksum() == sums, "the engine has other weights"
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    seconds, floor = statistics.median(times[1:]), num_bytes / speed
+    print(
+        f"{way}: {num_bytes / 1e9:.2f} GB in {seconds:.3f} s (first {times[0]:.3f}); a copy takes {floor:.3f} s at "
+        f"{speed / 1e9:.0f} GB/s: {seconds / floor:.2f} times; checksums of {len(sums)} tensors are equal"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a directory, or demo")
+    parser.add_argument("way", choices=SENDERS)
+    args, overrides = parser.parse_known_args()
+    asyncio.run(measure(resolve_model(args.model), args.way, overrides))
+
+
+if __name__ == "__main__":
+    main()

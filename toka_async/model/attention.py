@@ -1,0 +1,68 @@
+"""Grouped-query attention (arXiv:2305.13245) as a `Mixer`: projections around what an attention backend computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from toka_async.attention.base import AttentionBackend
+from toka_async.checkpoint.attention_spec import AttentionSpec
+from toka_async.checkpoint.spec import ModelSpec
+from toka_async.model.activation_layout import ActivationLayout
+from toka_async.model.comm import Comm
+from toka_async.model.layers import HeadNorm, InputNorm
+from toka_async.model.matrices.build import build_matrix
+from toka_async.model.matrices.matrix import MatrixUse
+from toka_async.model.matrices.ops import Ops
+from toka_async.model.matrices.part import WeightPart, make_unset
+from toka_async.model.matrices.share import share_of, share_units
+
+Rotation = tuple[Tensor, Tensor]
+
+
+class Attention(nn.Module):
+    def __init__(self, spec: ModelSpec, number: int, index: int, comm: Comm, ops: Ops) -> None:
+        """number: of the layer in the model. index: among the layers of the stage that have attention."""
+        super().__init__()
+        attention = spec.layers[number].mixer
+        assert isinstance(attention, AttentionSpec)
+        self.index = index
+        self.dim = attention.head_dim
+        qkv, output = spec.layers[number].list_mixer_matrices(spec.hidden_size)
+        self.qkv = build_matrix(qkv, comm, ops)
+        self.head_norm: HeadNorm | None = None
+        if attention.head_norm is not None:
+            queries, keys, _ = (share_units(units, comm).size // self.dim for units in qkv.outputs)
+            self.head_norm = HeadNorm(queries, keys, self.dim, spec.norm.eps, attention.head_norm.adds_one)
+        self.output = build_matrix(output, comm, ops)
+        self.own_heads = share_of(attention.num_heads, comm)
+        self.sinks = make_unset(self.own_heads.size) if attention.sinks else None
+
+    def forward(
+        self,
+        hidden: Tensor | None,
+        residual: Tensor | None,
+        norm: InputNorm,
+        rotation: Rotation,
+        backend: AttentionBackend,
+        layout: ActivationLayout,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns each token's mix of the values that it sees, [t, heads * dim]. See `Mixer`."""
+        rows, residual = norm.prepare(hidden, residual, self.qkv, layout)
+        num_tokens = len(rotation[0])
+        heads = layout.trim(layout.column(rows, self.qkv), num_tokens)
+        heads = heads.view(num_tokens, -1, self.dim)  # [t, heads + 2 kv_heads, dim]
+        head_norm = self.head_norm() if self.head_norm is not None else None
+        return backend.attend(self.index, heads, rotation, head_norm, self.sinks).flatten(1), residual
+
+    def uses(self, normed: bool) -> Iterator[MatrixUse]:
+        yield MatrixUse(self.qkv, normed=normed)
+
+    def parts(self) -> Iterator[tuple[str, WeightPart]]:
+        yield from self.qkv.parts()
+        yield from self.output.parts()
+        if self.head_norm is not None:
+            yield from self.head_norm.parts()
+        if self.sinks is not None:
+            yield "self_attn.sinks", WeightPart(self.sinks.data, (self.own_heads,))
