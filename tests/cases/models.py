@@ -121,7 +121,7 @@ def pack_mxfp4(name: str, values: Tensor) -> list[tuple[str, Tensor]]:
     groups = values.float().transpose(1, 2).unflatten(2, (-1, 32))
     exponents = groups.abs().amax(3).log2().floor().int() - 2  # the largest value is of 4 to 8, of which 6 is left
     each = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    scaled = groups * torch.ldexp(torch.ones(1), -exponents)[..., None]
+    scaled = torch.ldexp(groups, -exponents[..., None])
     codes = (scaled.abs()[..., None] - each).abs().argmin(-1) + 8 * (scaled < 0)
     blocks = codes[..., ::2] + 16 * codes[..., 1::2]
     return [(f"{name}_blocks", blocks.to(torch.uint8)), (f"{name}_scales", (exponents + 127).to(torch.uint8))]

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Mxfp4Config
 
-from tests.cases.models import LLAMA3_ROPE, heads, make_checkpoint
+from tests.cases.models import LLAMA3_ROPE, MXFP4, heads, make_checkpoint
 from tests.drivers.paged_rows import PagedRow, run_rows
 from toka_async.attention.kv_cache import make_cache
 from toka_async.attention.reference import ReferenceAttention
@@ -58,8 +58,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def reference_model(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+def reference_model(folder: Path, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **options)
 
 
 @torch.inference_mode()
@@ -110,6 +110,16 @@ def test_saved_by_transformers(case: str, tmp_path: Path) -> None:
     run_ours(tmp_path / "theirs", spec, theirs, 16, torch.float32)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(torch.cat(a.logits), torch.cat(b.logits), atol=0, rtol=0)
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    """The logits are those of the model that the 4-bit weights stand for, by transformers' reading of them."""
+    folder = make_checkpoint(tmp_path, "gpt_oss", quantization_config=MXFP4)
+    model = reference_model(folder, quantization_config=Mxfp4Config(dequantize=True))
+    spec, rows = read_spec(folder), random_rows(261)[:3]
+    run_ours(folder, spec, rows, 16, torch.float32)
+    for row in rows:
+        torch.testing.assert_close(torch.cat(row.logits), reference_logits(model, row.token_ids), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

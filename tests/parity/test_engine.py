@@ -42,7 +42,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-tied-wide-heads": {"tie_word_embeddings": True, "head_dim": 24},
     "qwen3-biased": heads(5, 1, 40, attention_bias=True),
     "qwen3_moe-mixed-layers": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
-    "mixtral-window": {"sliding_window": 20},
     "gpt_oss-window": {"sliding_window": 20},
     "mistral-window": {"sliding_window": 20},
     "mistral-full": {"sliding_window": None, "tie_word_embeddings": True},

@@ -23,6 +23,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-tied": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     "qwen3": heads(5, 1, 40, attention_bias=True),
     "qwen3_moe-mixed-layers": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "gpt_oss": {},
 }
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9] * 4, [200, 3, 4], [7] * 20]
 NUM_TOKENS = 24

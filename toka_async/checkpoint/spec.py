@@ -125,13 +125,17 @@ def read_spec(model_dir: Path, quantize: str = "none") -> ModelSpec:
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=file.token_ids("eos_token_id", family.eos_token_ids),
     )
-    return _quantize(spec, _choose_quantization(file, quantize))
+    return _quantize(spec, _choose_quantization(file, family, quantize))
 
 
-def _choose_quantization(file: JsonFile, quantize: str) -> Quantization | None:
+def _choose_quantization(file: JsonFile, family: Family, quantize: str) -> Quantization | None:
     found = read_quantization(file)
     if found is not None and quantize != "none":
         raise file.error("quantization_config", f"says that weights are quantized; leave out model.quantize={quantize}")
+    if found is not None and family.experts is not None and family.experts.names.gate_up:
+        raise file.error(
+            "quantization_config", "quantizes experts that are one tensor; use the checkpoint in bfloat16 or MXFP4"
+        )
     return MADE_AT_LOAD.get(quantize, found)
 
 
@@ -141,11 +145,6 @@ def _quantize(spec: ModelSpec, quantization: Quantization | None) -> ModelSpec:
         return spec
     layers = []
     for index, layer in enumerate(spec.layers):
-        if quantization.scale_name and isinstance(layer.feed, ExpertsFeedSpec) and layer.feed.names.gate_up:
-            raise ModelError(
-                "quantization_config: experts that are one tensor are read in bfloat16 and MXFP4 only; use such a "
-                "checkpoint, with model.quantize for 8 bits"
-            )
         exempt: list[str] = []
         for matrix in spec.list_matrices(index):
             names = [name for name in matrix.names if not quantization.covers(f"model.layers.{index}.{name}")]

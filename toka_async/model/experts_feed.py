@@ -101,7 +101,11 @@ class ExpertMatrix(nn.Module):
                 place, index = divmod(number, self.num_matrices)
                 part.write(values[place].to(part.target.device)[:, index :: self.num_matrices].T)
 
-        yield name, WeightPart(self.weight.data, shares, store=store)
+        def restore() -> Tensor:
+            return torch.stack(self.weight.data.chunk(self.num_matrices, dim=1), 2).flatten(1, 2).transpose(1, 2)
+
+        is_dense = self.quantization is None
+        yield name, WeightPart(self.weight.data, shares, store=store, restore=restore if is_dense else None)
         if self.bias is not None:
             yield f"{name}_bias", self._make_bias_part(self.bias.data, outputs)
 
@@ -109,8 +113,11 @@ class ExpertMatrix(nn.Module):
         def store(values: Tensor) -> None:
             bias.copy_(torch.cat([values[:, index :: self.num_matrices] for index in range(self.num_matrices)], 1))
 
+        def restore() -> Tensor:
+            return torch.stack(bias.chunk(self.num_matrices, dim=1), 2).flatten(1)
+
         held = self.held if len(bias) else Share(self.held.total, 0, 0)
-        return WeightPart(bias, (held, outputs), store=store)
+        return WeightPart(bias, (held, outputs), store=store, restore=restore)
 
 
 class ExpertsFeed(nn.Module):

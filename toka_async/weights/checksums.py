@@ -21,10 +21,10 @@ def sum_parts(parts: Mapping[str, WeightPart], rank: int) -> Iterator[PartSum]:
     for name, part in parts.items():
         if not part.target.numel():
             continue
-        values = part.target
+        values = part.target if part.restore is None else part.restore()
         if values.dim() > len(part.shares):
             values = values[0]  # it is repeated
-        if part.store is None:
+        if part.store is None or part.restore is not None:
             where = ",".join(f"{share.start}+{share.size}" for share in part.shares)
             total = sum_part(values, part.shape, [share.start for share in part.shares])
         else:

@@ -48,6 +48,7 @@ def test_minimal_llama(tmp_path: Path) -> None:
     )
 
 
+GPT_OSS = {"model_type": "gpt_oss", "num_key_value_heads": 2}
 MOE: dict[str, Any] = MINIMAL | {"model_type": "qwen3_moe", "num_key_value_heads": 2, "num_hidden_layers": 6}
 
 
@@ -186,7 +187,7 @@ def test_end_tokens(tmp_path: Path) -> None:
         ({"model_type": ...}, "model_type is missing"),
         (
             {"model_type": "gpt2"},
-            "model_type 'gpt2' is not supported; supported: llama, mistral, mixtral, qwen2, qwen3",
+            "model_type 'gpt2' is not supported; supported: gpt_oss, llama, mistral, mixtral, qwen2, qwen3",
         ),
         (MOE | {"num_experts_per_tok": 129}, "num_experts_per_tok (129) is more than num_experts (128)"),
         (MOE | {"num_experts": 1025}, "num_experts is 1025: expected an integer of at most 1024"),
@@ -221,6 +222,10 @@ def test_end_tokens(tmp_path: Path) -> None:
         ({"model_type": "qwen2", "layer_types": ["linear_attention"] * 3}, "layer_types has 'linear_attention'"),
         ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 3}, "set use_sliding_window"),
         ({"model_type": "mistral", "sliding_window": -1}, "sliding_window is -1"),
+        (GPT_OSS | {"swiglu_limit": 6.0}, "swiglu_limit other than 7 is not supported"),
+        (GPT_OSS | {"swiglu_alpha": 1.0}, "swiglu_alpha other than 1.702 is not supported"),
+        (GPT_OSS | {"layer_types": ["sliding_attention"]}, "layer_types must be a list of"),
+        (GPT_OSS | {"quantization_config": BLOCKS}, "quantization_config quantizes experts that are one tensor"),
     ],
 )
 def test_errors_name_the_field(tmp_path: Path, fields: dict[str, Any], problem: str) -> None:

@@ -24,7 +24,7 @@ class WeightPart:
     target: the rank's values, a view of a parameter; a source with fewer dimensions is repeated over it. shares: the
     rank's part of each of the tensor's dimensions. dtypes: what the tensor's type may be. constant: the value of random
     weights; None: they are normally distributed. store: stores the rank's values in a way of its own; None: they are
-    copied to the target.
+    copied to the target. restore: returns what was stored, if it is all there in another order.
     """
 
     target: Tensor
@@ -32,6 +32,7 @@ class WeightPart:
     dtypes: tuple[str, ...] = FLOATS
     constant: float | None = None
     store: Callable[[Tensor], None] | None = None
+    restore: Callable[[], Tensor] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
