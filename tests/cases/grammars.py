@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 
 import toka_async.demo
 from toka_async.arrays import Int32
@@ -16,6 +18,11 @@ from toka_async.grammars.vocabulary import GrammarVocabulary
 from toka_async.text.tokenizer import Tokenizer, read_for_grammars
 
 DEMO = Path(toka_async.demo.__path__[0])
+# Special tokens of models that think and call: for each format, those that it has.
+MARKS = (
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "<|python_start|>", "<|python_end|>"),
+    *("[TOOL_CALLS]", "[ARGS]", "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"),
+)
 NUM_TOKENS, END_IDS = 608, (0, 2)
 # Small blanks: a model that was never taught JSON likes them.
 TIGHT = {"whitespace_pattern": "[ ]{0,1}"}
@@ -43,6 +50,32 @@ def load_tokenizer() -> Tokenizer:
     return Tokenizer.load(DEMO)
 
 
+@cache
+def load_marked(marks: tuple[str, ...] = MARKS) -> tuple[Tokenizer, GrammarVocabulary]:
+    """The built-in model's tokenizer with further special tokens, whose texts it shows, and its tokens."""
+    backend = tokenizers.Tokenizer.from_str(load_tokenizer().backend.to_str())
+    backend.add_special_tokens(list(marks))
+    tokenizer = Tokenizer(backend).with_shown(marks)
+    return tokenizer, GrammarVocabulary(backend.to_str, tokenizer.vocab_size, END_IDS)
+
+
+def accepts(grammar: str, text: str, marks: tuple[str, ...] = MARKS) -> bool:
+    """Tells whether a text with special tokens is a whole output of a grammar."""
+    tokenizer, vocabulary = load_marked(marks)
+    matcher, ids = vocabulary.compile(grammar), tokenizer.encode(text, False)
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+def write_random(
+    grammar: str, num_texts: int, seed: int, marks: tuple[str, ...] = MARKS, most: int = 600, begun: str = ""
+) -> list[str]:
+    """Writes texts of allowed tokens at random, which begin as told."""
+    tokenizer, vocabulary = load_marked(marks)
+    matchers = RowMatchers(vocabulary, num_texts, 1)
+    slots = start_rows(matchers, [grammar] * num_texts, generated=tokenizer.encode(begun, False))
+    return [begun + tokenizer.decode(ids) for ids in walk(matchers, slots, seed, most)]
+
+
 def order_grammar() -> str:
     return make_grammar(write_json(ORDER, strict=True))
 
@@ -54,10 +87,10 @@ def matches(grammar: str, text: str) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-def start_rows(matchers: RowMatchers, grammars: list[str], min_tokens: int = 0) -> Int32:
+def start_rows(matchers: RowMatchers, grammars: list[str], min_tokens: int = 0, generated: Sequence[int] = ()) -> Int32:
     """Admits a row for each grammar; returns their slots."""
-    none = np.empty(0, np.int32)
-    matchers.admit([GrammarRow(slot, grammar, none, min_tokens) for slot, grammar in enumerate(grammars)])
+    begun = np.array(generated, np.int32)
+    matchers.admit([GrammarRow(slot, grammar, begun, min_tokens) for slot, grammar in enumerate(grammars)])
     return np.arange(len(grammars), dtype=np.int32)
 
 

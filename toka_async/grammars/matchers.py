@@ -203,3 +203,6 @@ class RowMatchers:
         assert row.matcher is not None
         row.error = shorten_error(row.matcher.get_error()) or "it does not go on"
         logger.warning("a grammar failed after %d tokens: %s", row.num_tokens, row.error)
+        if "panic" in row.error:  # the library leaves the shared lexer locked: no further row may copy this original
+            for compiled in self._compiled.values():
+                compiled.originals = [each for each in compiled.originals if each[0] != row.original]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 EXTRA = "structured output needs llguidance: pip install 'toka-async[structured]'"
 LONGEST_ERROR = 500  # characters
-_EXCERPT = re.compile(r"\n\s*\d+ \| .*", re.DOTALL)  # the grammar's lines around an error
+_EXCERPT = re.compile(r"\n\s*\d+ \| .*|<backtrace>.*", re.DOTALL)  # the grammar's lines around an error
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 
 

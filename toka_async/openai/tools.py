@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from toka_async.openai.errors import ApiError, bad_request
+from toka_async.grammars.schema_types import resolve
+from toka_async.openai.errors import bad_request
 from toka_async.openai.requests import ChatRequest, Tool, ToolChoice
 from toka_async.openai.structured import check_installed
 
@@ -16,14 +17,16 @@ class ToolUse:
     """What a chat may call.
 
     shown: the tools as chat templates take them; None without any. offered: the schemas of parameters by name, for each
-    tool that may be called. most_calls: None means any number. forced: where a call must be made, the schema of each
-    tool's arguments and whether it is strict.
+    tool that may be called. most_calls: None means any number. kept: the schema of each tool's arguments and whether it
+    is strict. is_forced: a call must be made. kept_by: the field for which calls are kept to schemas; empty: none.
     """
 
     shown: list[dict[str, Any]] | None = None
     offered: Mapping[str, Any] = field(default_factory=dict)
     most_calls: int | None = None
-    forced: Mapping[str, tuple[Mapping[str, Any], bool]] = field(default_factory=dict)
+    kept: Mapping[str, tuple[Mapping[str, Any], bool]] = field(default_factory=dict)
+    is_forced: bool = False
+    kept_by: str = ""
 
 
 def parse_tool_use(request: ChatRequest) -> ToolUse:
@@ -40,20 +43,21 @@ def parse_tool_use(request: ChatRequest) -> ToolUse:
         raise bad_request("'tool_choice' needs tools", param="tool_choice")
     is_named = isinstance(choice, ToolChoice) and choice.allowed_tools is None
     is_forced = choice == "required" or (isinstance(choice, ToolChoice) and _is_forced(choice))
-    if is_forced:
-        check_installed("tool_choice")
     if choice == "none" or not names:
         return ToolUse()
     tools = [tool for tool in request.tools if tool.function.name in allowed]
-    for index, tool in enumerate(request.tools):
-        if tool.function.strict and not is_forced:
-            where = f"tools[{index}].function.strict"
-            raise _make_unenforced_error(where, "a schema can be enforced only where a call must be made; leave it out")
-    offered = {tool.function.name: _properties(tool) for tool in tools}
-    forced = {each.function.name: (each.function.parameters or {}, each.function.strict) for each in tools}
-    shown = show_tools(request.tools if is_named else tools)
+    strict = next((index for index, each in enumerate(request.tools) if each in tools and each.function.strict), None)
+    kept_by = "tool_choice" if is_forced else "" if strict is None else f"tools[{strict}].function.strict"
+    if kept_by:
+        check_installed(kept_by)
+    kept = {each.function.name: (each.function.parameters or {}, each.function.strict) for each in tools}
     return ToolUse(
-        shown, offered, None if request.parallel_tool_calls and not is_named else 1, forced if is_forced else {}
+        shown=show_tools(request.tools if is_named else tools),
+        offered={tool.function.name: _properties(tool) for tool in tools},
+        most_calls=None if request.parallel_tool_calls and not is_named else 1,
+        kept=kept,
+        is_forced=is_forced,
+        kept_by=kept_by,
     )
 
 
@@ -69,7 +73,12 @@ def _show_function(tool: Tool) -> dict[str, Any]:
 
 
 def _properties(tool: Tool) -> Any:
-    return (tool.function.parameters or {}).get("properties", {})
+    """The schemas of parameters by name, without references."""
+    parameters = tool.function.parameters or {}
+    properties = resolve(parameters, parameters).get("properties", {})
+    if not isinstance(properties, dict):
+        return properties
+    return {name: resolve(schema, parameters) for name, schema in properties.items()}
 
 
 def _parse_choice(choice: ToolChoice, names: Sequence[str]) -> list[str]:
@@ -93,7 +102,3 @@ def _parse_choice(choice: ToolChoice, names: Sequence[str]) -> list[str]:
 
 def _is_forced(choice: ToolChoice) -> bool:
     return choice.allowed_tools is None or choice.allowed_tools.mode == "required"
-
-
-def _make_unenforced_error(where: str, what: str) -> ApiError:
-    return bad_request(f"'{where}': {what}", param=where, code="unsupported_parameter")

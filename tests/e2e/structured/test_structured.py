@@ -1,4 +1,4 @@
-"""Structured output through whole servers: every route's fields, and models in parallel."""
+"""Structured output and tool calls through whole servers: every route's fields, and models in parallel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import jsonschema
 import openai
 import pytest
 
-from tests.cases.grammars import ORDER
+from tests.cases.grammars import ORDER, TIGHT
+from tests.cases.marked_model import FIRST_MARK, TEMPLATE, write_marked_model
 from tests.processes.serving import Serving, free_port, serving
 from toka_async.client import SyncClient
 
@@ -23,9 +24,14 @@ PROMPTS = [f"Question: Mia buys {number} pens.\nAnswer:" for number in range(25)
 URL = f"tcp://127.0.0.1:{free_port()}"
 
 
+def marked(folder: Path) -> list[str]:
+    return [f"model.path={write_marked_model(folder, TEMPLATE)}", "model.served_name=demo"]
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with serving(tmp_path_factory.mktemp("structured"), f"zmq.bind={URL}") as running:
+    folder = tmp_path_factory.mktemp("structured")
+    with serving(folder, f"zmq.bind={URL}", *marked(folder)) as running:
         yield running
 
 
@@ -90,7 +96,9 @@ def test_samples_do_not_depend_on_streams_and_stop_strings_cut_them(server: Serv
     assert texts == [choice.message.content for choice in whole.choices]
     check_orders(texts)
     cut = client.chat.completions.create(**fields, stop=['"state"'])
-    assert [choice.message.content for choice in cut.choices] == [text.partition('"state"')[0] for text in texts]
+    assert [choice.message.content for choice in cut.choices] == [
+        text.partition('"state"')[0].rstrip() for text in texts
+    ]
 
 
 def test_other_routes(server: Serving) -> None:
@@ -124,6 +132,85 @@ def test_what_cannot_be_enforced_is_refused_by_name(
     assert word in error["message"]
 
 
+CITY: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 5}, "days": {"enum": [1, 2]}},
+}
+CITY |= {"required": ["city", "days"], "additionalProperties": False, "x-guidance": TIGHT}
+NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False, "x-guidance": TIGHT}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather", "strict": True, "parameters": CITY}},
+    {"type": "function", "function": {"name": "time", "parameters": NOTHING}},
+]
+MESSAGES: Any = [{"role": "user", "content": "What is 3 + 4?"}]
+OPEN_CALL, THINK, THOUGHT = FIRST_MARK, FIRST_MARK + 2, {"chat_template_kwargs": {"enable_thinking": True}}
+
+
+def chat(server: Serving, **fields: Any) -> list[dict[str, Any]]:
+    """The choices of an answer, whose streamed one is the same."""
+    body = {"messages": MESSAGES, "seed": 5, "max_tokens": 300, "n": 3, **fields}
+    choices: list[dict[str, Any]] = ask(server, "/v1/chat/completions", body)["choices"]
+    streamed: list[dict[str, Any]] = [{"content": "", "reasoning": "", "calls": []} for _ in choices]
+    for event in server.stream("/v1/chat/completions", **body):
+        for choice in event["choices"]:
+            delta, into = choice["delta"], streamed[choice["index"]]
+            into["content"] += delta.get("content") or ""
+            into["reasoning"] += delta.get("reasoning") or ""
+            into["calls"] += [call["function"] for call in delta.get("tool_calls", ())]
+    for choice, other in zip(choices, streamed, strict=True):
+        message = choice["message"]
+        assert (message["content"] or "", message.get("reasoning", "")) == (other["content"], other["reasoning"])
+        assert [call["function"] for call in message.get("tool_calls", ())] == other["calls"]
+    return choices
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"tool_choice": "required"}, {"weather", "time"}),
+        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, {"weather"}),
+        (
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {
+                        "mode": "required",
+                        "tools": [{"type": "function", "function": {"name": "time"}}],
+                    },
+                }
+            },
+            {"time"},
+        ),
+        # The bias lets the model begin a call where it may choose.
+        ({"logit_bias": {str(OPEN_CALL): 100}}, {"weather", "time"}),
+    ],
+)
+def test_calls_follow_their_schemas(server: Serving, fields: dict[str, Any], names: set[str]) -> None:
+    for choice in chat(server, tools=TOOLS, parallel_tool_calls=False, **fields):
+        assert choice["finish_reason"] == "tool_calls"
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"]["name"] in names
+        schema = CITY if call["function"]["name"] == "weather" else NOTHING
+        jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
+
+
+def test_where_the_model_may_choose_it_need_not_call(server: Serving) -> None:
+    for choice in chat(server, tools=TOOLS, max_tokens=20):
+        assert choice["message"]["content"]
+
+
+def test_thoughts_end_at_their_budget(server: Serving) -> None:
+    """With a grammar for what follows, and without; where tokens run out before, it stays a thought."""
+    for more in ({}, {"response_format": SCHEMA}):
+        for choice in chat(server, thinking_token_budget=6, return_token_ids=True, **THOUGHT, **more):
+            assert choice["token_ids"].index(THINK + 1) <= 6
+            assert choice["message"]["reasoning"]
+            if more:
+                check_orders([choice["message"]["content"]])
+    for choice in chat(server, thinking_token_budget=6, max_tokens=4, logit_bias={str(THINK + 1): -100}, **THOUGHT):
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "")
+
+
 def test_metrics_count_it(server: Serving) -> None:
     complete(server, regex="a{9}")
     assert server.metric("grammar_tokens_total") > 0
@@ -134,5 +221,7 @@ def test_models_in_parallel_draw_the_same(server: Serving, tmp_path: Path, layou
     body = {"prompt": PROMPTS[:4], "n": 3, "temperature": 0.7, "response_format": SCHEMA}
     alone = complete(server, **body)
     check_orders(alone)
-    with serving(tmp_path, layout) as parallel:
+    thought = {"thinking_token_budget": 3, "max_tokens": 30, **THOUGHT}
+    with serving(tmp_path, layout, *marked(tmp_path)) as parallel:
         assert complete(parallel, **body) == alone
+        assert chat(parallel, **thought) == chat(server, **thought)

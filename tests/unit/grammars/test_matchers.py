@@ -104,6 +104,19 @@ def test_fuel_that_runs_out_breaks_its_row_alone(matchers: RowMatchers) -> None:
     assert not rows[1].error
 
 
+def test_a_panic_of_the_library_breaks_no_later_row(matchers: RowMatchers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that copy the same original cannot go on after it, since the library leaves the lexer locked."""
+    slots = start_rows(matchers, [order_grammar()] * 2)
+    first, second = matchers.take(slots)
+    monkeypatch.setattr(module, "shorten_error", lambda _: "panic: of the library")
+    matchers.advance([first], np.array(encode("x")[:1], np.int32))
+    masks = np.empty((1, matchers.num_words), np.int32)
+    assert matchers.fill([first], masks) == [0]
+    matchers.admit([GrammarRow(5, order_grammar(), np.empty(0, np.int32), 0)])
+    (third,) = matchers.take(np.array([5], np.int32))
+    assert first.original == second.original != third.original
+
+
 def test_freed_slots_are_forgotten(matchers: RowMatchers) -> None:
     slots = start_rows(matchers, ['start: "a"'] * 3)
     matchers.free(slots[1:])

@@ -51,9 +51,23 @@ def test_nothing_may_be_called(fields: dict[str, Any]) -> None:
 )
 def test_calls_that_must_be_made(choice: Any, names: list[str], most: int | None) -> None:
     used = tool_use(tools=[F, G], tool_choice=choice)
-    assert list(used.forced) == list(used.offered) == names
-    assert used.most_calls == most
-    assert used.forced[names[0]] == ((PARAMETERS if names[0] == "f" else {}), False)
+    assert list(used.kept) == list(used.offered) == names
+    assert (used.most_calls, used.is_forced, used.kept_by) == (most, True, "tool_choice")
+    assert used.kept[names[0]] == ((PARAMETERS if names[0] == "f" else {}), False)
+
+
+@pytest.mark.parametrize(("choice", "kept_by"), [("auto", "tools[1].function.strict"), (allow("auto", "f"), "")])
+def test_a_strict_tool_that_may_be_called_keeps_calls_to_schemas(choice: Any, kept_by: str) -> None:
+    strict = {"type": "function", "function": {"name": "g", "strict": True}}
+    used = tool_use(tools=[F, strict], tool_choice=choice)
+    assert (used.is_forced, used.kept_by) == (False, kept_by)
+    assert used.kept["f"] == (PARAMETERS, False)
+
+
+def test_references_of_parameters_are_resolved_for_those_who_read_them() -> None:
+    parameters = {"properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    assert tool_use(tools=tools).offered == {"f": {"a": {"type": "integer"}}}
 
 
 def test_allowed_tools() -> None:

@@ -33,7 +33,7 @@ from toka_async.openai.responses import (
     ToolCallDelta,
     Usage,
 )
-from toka_async.openai.structured import OutputGrammar, make_output_grammar
+from toka_async.openai.structured import NO_GRAMMAR, OutputGrammar, check_installed, make_output_grammar
 from toka_async.openai.tools import ToolUse, parse_tool_use
 from toka_async.server.engine.token_block import TokenRows
 from toka_async.server.generate.answers import (
@@ -55,7 +55,7 @@ from toka_async.server.generate.logprobs import chat_logprobs, prompt_logprobs, 
 from toka_async.server.generate.sample_text import Piece
 from toka_async.server.generate.service import Chat, Output, PreparedRequest, Run, Service
 from toka_async.text.formats.choice import ResponseFormat
-from toka_async.text.formats.output_grammar import FindToken
+from toka_async.text.formats.output_grammar import CallRules, GrammarTokens, UnwritableError
 from toka_async.text.formats.parser import Call, Parsed, ResponseParser
 
 MAX_END = 256  # tokens of a prompt whose text shows what it has of the answer already
@@ -99,35 +99,54 @@ def read_answers(
             param="tools",
             code="unsupported_parameter",
         )
+    budget = find_thinking_budget(wire, known)
     if known is None or not (tools.offered or known.has_reasoning):
         return generation, None
     ends = [each if isinstance(each, str) else service.tokenizer.decode(each[-MAX_END:], False) for each in prompts]
     reading = Reading(known, tools, wire.include_reasoning, [known.template.cut_prompt(each) for each in ends])
-    grammar, param = generation.sampling.grammar, generation.grammar_param
-    find_token = service.tokenizer.backend.token_to_id
-    if tools.forced:
-        made = write_forced_calls(wire, tools, known, find_token)
-        if grammar:
-            raise bad_request(f"'{param}' and 'tool_choice': a call must be made; give one", param=param)
-        grammar, param = made.text, made.param
-    if grammar:
-        grammar = known.write_thought(grammar, find_token, reading.written[0])
-    sampling = replace(generation.sampling, grammar=grammar)
-    return dataclasses.replace(generation, is_parsed=True, sampling=sampling, grammar_param=param), reading
+    tokens = GrammarTokens(service.tokenizer.backend.token_to_id, frozenset(service.defaults.end_ids))
+    grammar = make_answer_grammar(wire, reading, generation, tokens, budget)
+    sampling = replace(generation.sampling, grammar=grammar.text)
+    return dataclasses.replace(generation, is_parsed=True, sampling=sampling, grammar_param=grammar.param), reading
 
 
-def write_forced_calls(
-    wire: ChatRequest, tools: ToolUse, known: ResponseFormat, find_token: FindToken
+def find_thinking_budget(wire: ChatRequest, known: ResponseFormat | None) -> int | None:
+    """The most tokens of a thought; None: any number. Raises ApiError: 400 where no thought is known, 501."""
+    name, budget = "thinking_token_budget", wire.thinking_token_budget
+    if budget is None or budget < 0:
+        return None
+    if known is None or known.thought is None:
+        why = "the model is not known to think; set model.reasoning_format, or leave it out"
+        raise bad_request(f"'{name}': {why}", param=name, code="unsupported_parameter")
+    check_installed(name)
+    return budget
+
+
+def make_answer_grammar(
+    wire: ChatRequest, reading: Reading, generation: GenerationParams, tokens: GrammarTokens, budget: int | None
 ) -> OutputGrammar:
-    """The grammar of outputs that are calls. Raises ApiError (400) for a format that has none."""
-    if known.calls is None or known.calls.write_calls is None:
-        raise bad_request(
-            "'tool_choice': a call cannot be enforced in the model's format; leave the choice to the model ('auto')",
-            param="tool_choice",
-            code="unsupported_parameter",
-        )
-    text = known.calls.write_calls(tools.forced, find_token, several=tools.most_calls is None)
-    return make_output_grammar(text, "tool_choice", wire)
+    """The grammar of whole answers: thought, content and calls. Raises ApiError (400) that names the field."""
+    tools, content = reading.tools, generation.sampling.grammar
+    if tools.is_forced and content:
+        param = generation.grammar_param
+        raise bad_request(f"'{param}' and 'tool_choice': a call must be made; give one", param=param)
+    # Where the content has a grammar, an answer may be calls instead if they have one.
+    can_write = reading.format.calls is not None and reading.format.calls.write_calls is not None
+    calls = None
+    if tools.kept_by or (content and tools.offered and can_write):
+        calls = CallRules(schemas=tools.kept, several=tools.most_calls is None, is_forced=tools.is_forced)
+    param = tools.kept_by or generation.grammar_param or "thinking_token_budget"
+    try:
+        texts = {
+            reading.format.write_answer(tokens, written, content=content, calls=calls, budget=budget)
+            for written in set(reading.written)
+        }
+    except UnwritableError as error:
+        raise bad_request(f"'{param}': {error}", param=param, code="unsupported_parameter") from None
+    if len(texts) > 1:
+        raise bad_request(f"'{param}': some conversations' answers are begun and others' are not", param=param)
+    (text,) = texts
+    return make_output_grammar(text, param, wire) if text else NO_GRAMMAR
 
 
 def wire_chat(service: Service, wire: ChatRequest | TokenizeRequest, tools: list[dict[str, Any]] | None) -> Chat:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from toka_async.text.formats.format import Format, new_call_id
@@ -12,7 +12,15 @@ from toka_async.text.formats.harmony import HARMONY
 from toka_async.text.formats.hermes import HERMES
 from toka_async.text.formats.llama_json import LLAMA_JSON
 from toka_async.text.formats.mistral import MISTRAL
-from toka_async.text.formats.output_grammar import FindToken, allow_thought
+from toka_async.text.formats.output_grammar import (
+    CallRules,
+    GrammarTokens,
+    Thought,
+    UnwritableError,
+    allow_thought,
+    rename_start,
+    write_any_text,
+)
 from toka_async.text.formats.parser import Parameters, ResponseParser
 from toka_async.text.formats.pythonic import PYTHONIC
 from toka_async.text.formats.qwen3_coder import QWEN3_CODER
@@ -29,7 +37,7 @@ START_ANCHORS = ["<|im_start|>assistant\n", "<|start|>assistant", "<｜Assistant
 class ResponseFormat:
     """How a model's answers are written.
 
-    calls: its format of tool calls; None where no call can be told from text, or where `template` alone can.
+    calls, reasoning: its formats; None where there is none, or where `template` alone reads what nothing else knows.
     """
 
     template: ResponseTemplate
@@ -42,15 +50,51 @@ class ResponseFormat:
     def new_id(self) -> Callable[[], str]:
         return new_call_id if self.calls is None else self.calls.new_id
 
-    def write_thought(self, grammar: str, find_token: FindToken, written: str) -> str:
-        """The grammar, with a thought before its output where the format marks it by two texts."""
-        region = next((each for each in self.template.regions if each.is_reasoning and each.at_start), None)
-        if region is None or self.reasoning is None:
+    @property
+    def thought(self) -> Thought | None:
+        return None if self.reasoning is None else self.reasoning.thought
+
+    def write_answer(
+        self, tokens: GrammarTokens, written: str, *, content: str, calls: CallRules | None, budget: int | None
+    ) -> str:
+        """Writes the grammar of whole answers; empty: anything.
+
+        Args:
+            written: what the prompt has of the answer already.
+            content: the grammar of what is no thought and no call; empty: any text.
+            calls: those that an answer may have; None: whatever the model writes.
+            budget: the most tokens of a thought; None: any number.
+
+        Raises UnwritableError.
+        """
+        thought = self.thought
+        if budget is not None and thought is None:
+            raise UnwritableError("the model's format of answers has no thoughts")
+        is_over = thought is not None and thought.is_over(written)
+        if thought is not None and not is_over:
+            tokens = tokens.hide(thought.opening)
+        grammar = self._write_output(tokens, content, calls, is_over)
+        if grammar == "" and budget is not None and not is_over:
+            write_rest = write_any_text if self.reasoning is None else self.reasoning.write_rest or write_any_text
+            grammar = write_rest(tokens)
+        if grammar == "" or thought is None or is_over:
             return grammar
-        opening, closing = (str(self.reasoning.fields[region.name][key]) for key in ("open", "close"))
-        if closing in written:
-            return grammar
-        return allow_thought(grammar, opening, closing, find_token, is_open=opening in written)
+        return allow_thought(grammar, thought, tokens, is_open=thought.is_open(written), budget=budget)
+
+    def _write_output(self, tokens: GrammarTokens, content: str, calls: CallRules | None, is_over: bool) -> str:
+        """The grammar of what follows a thought; empty: anything."""
+        wrap = next((each.wrap_content for each in (self.calls, self.reasoning) if each and each.wrap_content), None)
+        if content and wrap is not None and not is_over:
+            content = wrap(content, tokens)
+        if calls is None:
+            return content
+        if self.calls is None or self.calls.write_calls is None:
+            raise UnwritableError("calls in the model's format cannot be enforced")
+        calls.check_spacing()
+        if not content:
+            return self.calls.write_calls(calls, tokens)
+        forced = rename_start(self.calls.write_calls(replace(calls, is_forced=True), tokens), "toka_calls")
+        return f"start: toka_calls | toka_content_alone\n{forced}{rename_start(content, 'toka_content_alone')}"
 
     def find_markers(self, special: Iterable[str]) -> frozenset[str]:
         """Those special tokens that the format reads, so that texts have to have them."""
@@ -86,10 +130,14 @@ def choose_format(
         template = read_template(own)
         if any(each.kind == "calls" for each in template.regions):
             raise ResponseTemplateError("there is no content 'calls'")
+        has_reasoning = any(each.is_reasoning for each in template.regions)
+        has_calls = any(each.is_calls for each in template.regions)
         return ResponseFormat(
             template=template,
-            has_reasoning=any(each.is_reasoning for each in template.regions),
-            has_calls=any(each.is_calls for each in template.regions),
+            has_reasoning=has_reasoning,
+            has_calls=has_calls,
+            calls=calls if has_calls else None,
+            reasoning=reasoning if has_reasoning else None,
         )
     if calls is None and reasoning is None:
         return None

@@ -7,9 +7,10 @@ import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from toka_async.text.formats.output_grammar import CallRules, GrammarTokens, Thought
 from toka_async.text.formats.template import Json, ReadCalls
 
-WriteCalls = Callable[..., str]
+WriteCalls = Callable[[CallRules, GrammarTokens], str]
 LETTERS = string.ascii_letters + string.digits
 
 
@@ -24,7 +25,9 @@ class Format:
 
     name: as configurations have it, vLLM's where it has one. signs: a chat template is of this format when it has all
     the texts of one of them. fields: of a response template. read_calls: reads its regions of the kind `calls`.
-    markers: further special tokens that the format reads. write_calls: the grammar of calls that must be made.
+    markers: further special tokens that the format reads. write_calls: the grammar of answers with calls. thought: how
+    one is marked. wrap_content: the grammar of answers whose content is of a grammar, where content has a header.
+    write_rest: the grammar of what may follow a thought, where that is more than any text.
     """
 
     name: str
@@ -33,6 +36,9 @@ class Format:
     read_calls: ReadCalls | None = None
     markers: tuple[str, ...] = ()
     write_calls: WriteCalls | None = None
+    thought: Thought | None = None
+    wrap_content: Callable[[str, GrammarTokens], str] | None = None
+    write_rest: Callable[[GrammarTokens], str] | None = None
     new_id: Callable[[], str] = field(default=new_call_id)
 
     def is_in(self, chat_template: str) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from toka_async.text.formats.contents import read_json
 from toka_async.text.formats.format import Format
-from toka_async.text.formats.output_grammar import write_llama_calls
+from toka_async.text.formats.output_grammar import CallRules, GrammarTokens, write_call, write_leading_calls
 
 TAG = "<|python_tag|>"
 KEYS = {"type", "name", "parameters", "arguments"}
@@ -34,10 +34,17 @@ def read_call(value: Any) -> tuple[str, Any]:
     raise ValueError("a call has a name and parameters, and nothing else")
 
 
+def write_calls(rules: CallRules, tokens: GrammarTokens) -> str:
+    """One call: these models make no more."""
+    calls = " | ".join(write_call(name, *schema, "parameters") for name, schema in rules.schemas.items())
+    tag = "" if rules.is_forced or tokens.find(TAG) is None else f"{tokens.write_mark(TAG)}?"
+    return write_leading_calls("{", f"{tag} ({calls})", rules)
+
+
 LLAMA_JSON = Format(
     name="llama3_json",
     signs=(('"parameters"', "ipython"), ('"parameters"', TAG)),
     fields={"tool_calls": {"open": [TAG, "{"], "at_start": True, "content": "calls"}, "content": {}},
     read_calls=read_objects,
-    write_calls=write_llama_calls,
+    write_calls=write_calls,
 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from toka_async.grammars.lark import write_json, write_text
 from toka_async.text.formats.contents import read_json
 from toka_async.text.formats.format import Format, new_call_id
-from toka_async.text.formats.output_grammar import write_mistral_calls
+from toka_async.text.formats.output_grammar import CallRules, GrammarTokens, write_call, write_marked_calls
 
 OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 ID_LENGTH = 9  # Mistral's chat templates refuse other ids
@@ -36,12 +38,26 @@ def new_mistral_id() -> str:
     return new_call_id(ID_LENGTH, "")
 
 
+def write_calls(rules: CallRules, tokens: GrammarTokens) -> str:
+    """The newer form where the tokenizer has its token."""
+    if tokens.find(ARGS) is None:
+        call = f"({' | '.join(write_call(name, *schema, 'arguments') for name, schema in rules.schemas.items())})"
+        calls = f'"[" {call} {f"""("," " "? {call})*""" if rules.several else ""} "]"'
+        return write_marked_calls(OPEN, calls, replace(rules, several=False), tokens)
+    arguments = tokens.write_mark(ARGS)
+    calls = " | ".join(
+        f"{write_text(name)} {arguments} {write_json(schema or {'type': 'object'}, strict=strict)}"
+        for name, (schema, strict) in rules.schemas.items()
+    )
+    return write_marked_calls(OPEN, f"({calls})", rules, tokens, has_tail=False)
+
+
 MISTRAL = Format(
     name="mistral",
     signs=((OPEN,),),
     fields={"tool_calls": {"open": OPEN, "repeats": True, "content": "calls"}, "content": {}},
     read_calls=read_region,
-    write_calls=write_mistral_calls,
+    write_calls=write_calls,
     markers=(ARGS, CALL_ID),
     new_id=new_mistral_id,
 )

@@ -13,8 +13,9 @@ from typing import Any
 
 import msgspec
 
-from toka_async.text.formats.contents import apply_transform, read_content, read_json, read_typed
+from toka_async.text.formats.contents import apply_transform, read_content, read_json
 from toka_async.text.formats.template import Anchor, ReadCalls, Region, ResponseTemplate
+from toka_async.text.formats.typed_text import read_typed
 
 TYPED = ("xml-inline", "kv-lines")  # contents whose values are text, whatever their schemas say
 ESCAPED = re.compile(r"\\.", re.DOTALL)

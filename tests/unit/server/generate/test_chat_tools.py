@@ -33,6 +33,8 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "time"}},
 ]
+DASHED = {"type": "function", "function": {"name": "not-python"}}
+STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
 
 
 @asynccontextmanager
@@ -225,19 +227,16 @@ async def test_special_tokens_that_mark_calls_are_read_and_others_left_out(stop:
     [
         ("{{ messages }}", {}, "tools"),
         ("{{ messages }}{{ tools }}", {}, "tools"),
-        (f"{TEMPLATE}{{# <function= <parameter= #}}", {"tool_choice": "required"}, "tool_choice"),
+        ("{{ tools }}[func_name1(", {"tool_choice": "required", "tools": [DASHED]}, "tool_choice"),
+        ("{{ tools }}[func_name1(", {"tools": [DASHED, STRICT]}, "tools[1].function.strict"),
         (TEMPLATE, {"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
         (TEMPLATE, {"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
         (TEMPLATE, {"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function"),
         (TEMPLATE, {"tool_choice": {"type": "function"}}, "tool_choice.function"),
         (TEMPLATE, {"tools": [*TOOLS, TOOLS[0]]}, "tools"),
-        (
-            TEMPLATE,
-            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
-            "tools[0].function.strict",
-        ),
         (TEMPLATE, {"reasoning_effort": "high"}, "reasoning_effort"),
-        (TEMPLATE, {"thinking_token_budget": 3}, "thinking_token_budget"),
+        (TEMPLATE, {"thinking_token_budget": 3}, "thinking_token_budget"),  # </think> is several tokens
+        ("{{ messages }}", {"thinking_token_budget": 3, "tools": []}, "thinking_token_budget"),
     ],
 )
 async def test_what_cannot_be_done_is_refused(template: str, fields: dict[str, Any], param: str) -> None:
@@ -259,6 +258,37 @@ async def test_a_call_that_must_be_made_is_a_grammar(choice: Any, has_time: bool
     assert '"const": "weather"' in grammar
     assert ('"const": "time"' in grammar) == has_time
     assert grammar.startswith("start: toka_thought toka_output")
+
+
+async def test_a_strict_tool_makes_a_grammar_in_which_text_is_free() -> None:
+    async with answering() as server:
+        await server.ok(PATH, {"messages": MESSAGES, "tools": [*TOOLS, STRICT], "parallel_tool_calls": False})
+        await server.ok(PATH, {"messages": MESSAGES, "tools": TOOLS, "response_format": {"type": "json_object"}})
+        await server.ok(PATH, {"messages": MESSAGES, "tools": TOOLS})
+        strict, content, free = (submit.sampling.grammar for submit in server.scheduler.submits)
+    assert '"const": "f"' in strict
+    assert "toka_text" in strict
+    assert "toka_content_alone" in content
+    assert '"const": "weather"' in content
+    assert free == ""
+
+
+def marked() -> Tokenizer:
+    backend = tokenizers.Tokenizer.from_str(byte_level().backend.to_str())
+    backend.add_special_tokens(["<think>", "</think>"])
+    return Tokenizer(backend, NAMES)
+
+
+@pytest.mark.parametrize(("budget", "is_bound"), [(7, True), (0, True), (-1, False), (None, False)])
+async def test_a_budget_of_thinking_tokens_is_a_grammar(budget: int | None, is_bound: bool) -> None:
+    async with answering(tokenizer=marked()) as server:
+        kwargs = {"thinks": True}
+        body = {"messages": MESSAGES, "thinking_token_budget": budget, "chat_template_kwargs": kwargs}
+        await server.ok(PATH, body)
+        await server.ok(f"{PATH}/batch", {**body, "messages": [MESSAGES, MESSAGES]})
+        one, *many = (submit.sampling.grammar for submit in server.scheduler.submits)
+    assert set(many) == {one}
+    assert (("{0,7}" in one) if budget else ("toka_thought" in one)) == is_bound
 
 
 async def test_the_effort_of_reasoning_reaches_templates_that_know_it() -> None:
