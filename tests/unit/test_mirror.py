@@ -87,6 +87,7 @@ COVERED = {
     "unit/server/http/test_document.py": ["server/http/routes"],
     "unit/server/http/test_unsent.py": ["server/limits/free_memory"],
     "unit/server/limits/test_accounts.py": ["server/limits/account"],
+    "unit/server/responses/test_events.py": ["server/responses/items"],
     "unit/server/sglang/test_generate.py": ["server/sglang/answer", "server/sglang/prompts"],
     "unit/server/zmq/test_endpoint_limits.py": [
         "server/zmq/direct_requests",
