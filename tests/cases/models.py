@@ -118,7 +118,7 @@ def pack_mxfp4(name: str, values: Tensor) -> list[tuple[str, Tensor]]:
     """Rounds experts' matrices [experts, inputs, outputs] to MXFP4, by their names in a checkpoint; others stay."""
     if values.ndim != 3:
         return [(name, values)]
-    groups = values.float().transpose(1, 2).unflatten(2, (-1, 32))
+    groups = values.float().transpose(1, 2).reshape(len(values), values.shape[2], -1, 32)
     exponents = groups.abs().amax(3).log2().floor().int() - 2  # the largest value is of 4 to 8, of which 6 is left
     each = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     scaled = torch.ldexp(groups, -exponents[..., None])

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Mxfp4Config
+from transformers import AutoModelForCausalLM
+from transformers.utils.quantization_config import Mxfp4Config
 
 from tests.cases.models import LLAMA3_ROPE, MXFP4, heads, make_checkpoint
 from tests.drivers.paged_rows import PagedRow, run_rows

@@ -65,8 +65,8 @@ def build_attention(
     cache = KVCache(1, 2, 2, page_size, dim, getattr(torch, dtype), CPU, stored=cache_format)
     heads, rotation = torch.zeros(3, 2 * group + 4, dim, dtype=cache.dtype), torch.zeros(3, 1, dim, dtype=cache.dtype)
     append(heads, (rotation, rotation), cache.keys[0], cache.values[0], torch.zeros(3, dtype=torch.int64))
-    limits = {"max_seqs": 512, "max_tokens": 512}
-    attention = build.build_attention("triton", cache, 2 * group, windows, **limits, has_sinks=has_sinks).backend
+    built = build.build_attention("triton", cache, 2 * group, windows, 512, 512, has_sinks=has_sinks)
+    attention = built.backend
     assert isinstance(attention, PagedAttention)
     chunks = attention.chunks[0]
     assert isinstance(chunks, AutoChunks)
