@@ -103,16 +103,17 @@ def build_attention(
     with_flashinfer: bool = True,
     show: Show = show_nothing,
     has_sinks: bool = False,
+    soft_cap: float = 0.0,
 ) -> BuiltAttention:
     """Builds the backend over `cache`, for steps of up to max_seqs rows and max_tokens.
 
     windows: of each layer. table: to choose by. choose: makes it, once every part has run; it may measure on the cache,
     but not write. with_flashinfer: `auto` may use FlashInfer, which compiles its modules if they are missing. show:
-    (parts tried, all, what they are). has_sinks: the layers have them.
+    (parts tried, all, what they are). has_sinks: the layers have them. soft_cap: of scores, see `AttentionSpec`.
 
     Raises ModelError when the backend cannot attend over this cache; the message says why, and what can.
     """
-    chosen = resolve_backend(backend, cache)
+    chosen = resolve_backend(backend, cache, soft_cap)
     scale = scale if scale is not None else cache.head_dim**-0.5
     sinks = _make_sinks(cache, num_heads, has_sinks)
     limits = AttentionLimits(cache, num_heads, tuple(windows), scale, max_seqs, max_tokens, sinks)
@@ -120,7 +121,7 @@ def build_attention(
     if chosen in ("auto", "triton"):
         chosen = _fall_back(chosen, cache, _add_triton(sources, limits, show))
     if chosen == "reference":
-        reference = ReferenceAttention(cache, num_heads, windows, scale)
+        reference = ReferenceAttention(cache, num_heads, windows, scale, soft_cap=soft_cap)
         return BuiltAttention(reference, None, reference.find_smallest_group(), every_group_pays)
     if chosen == "flashinfer" or (chosen == "auto" and with_flashinfer and not _explain_no_flashinfer(cache)):
         sources = _try_flashinfer(sources, limits, show, must=chosen == "flashinfer")
@@ -173,11 +174,13 @@ def list_triton_trials(
     return [run_prefix_kernel, *(partial(run, window) for window in sorted({0, *windows}) for run in kinds)]
 
 
-def resolve_backend(backend: Backend, cache: KVCache) -> Backend:
+def resolve_backend(backend: Backend, cache: KVCache, soft_cap: float = 0.0) -> Backend:
     """Resolves `auto`: the reference without a GPU or Triton. Raises ModelError for a backend that cannot work."""
     if backend == "reference":
         return backend
     reason = _explain_no_flashinfer(cache) if backend == "flashinfer" else ""
+    if soft_cap:
+        reason = "the model limits attention's scores (attn_logit_softcapping); use reference"
     return _fall_back(backend, cache, reason or explain_no_triton(cache))
 
 

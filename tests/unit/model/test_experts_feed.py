@@ -110,7 +110,7 @@ def test_stacked_experts_are_transposed_and_their_outputs_sorted(num_ranks: int,
         assert parts.keys() == {*stored, "route.weight", "route.bias"}
         for name, tensor in stored.items():
             assert parts[name].shape == tensor.shape
-            parts[name].write(tensor[parts[name].indices])
+            parts[name].write(parts[name].cut(tensor))
         return feed
 
     per_group = num_ranks // num_groups

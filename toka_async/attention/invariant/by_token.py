@@ -16,7 +16,7 @@ from torch import Tensor
 from toka_async.attention.base import AttentionBatch, QueryKeyNorm
 from toka_async.attention.blocks import Planner, TileLimits
 from toka_async.attention.kv_cache import KVCache, view_numbers
-from toka_async.attention.reference import append_tokens
+from toka_async.attention.reference import append_tokens, compute_scores
 
 
 @dataclass(slots=True, frozen=True)
@@ -31,12 +31,20 @@ class _TokenKeys:
 class TokenAttention:
     """`AttentionBackend` over a `KVCache`, with a sliding window per layer (0: none). Groups are not shared."""
 
-    def __init__(self, cache: KVCache, num_heads: int, windows: Sequence[int], scale: float | None = None) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        num_heads: int,
+        windows: Sequence[int],
+        scale: float | None = None,
+        soft_cap: float = 0.0,
+    ) -> None:
         assert num_heads % cache.num_kv_heads == 0
         self.cache = cache
         self.num_heads = num_heads
         self.windows = tuple(windows)
         self.scale = scale if scale is not None else cache.head_dim**-0.5
+        self.soft_cap = soft_cap
         self.planner = Planner(cache, num_heads // cache.num_kv_heads, TileLimits())
         self.write_slots = self.planner.heads
         self.plans: dict[int, list[_TokenKeys]] = {}
@@ -58,12 +66,14 @@ class TokenAttention:
         for token, seen in enumerate(self.plans[self.windows[layer]]):
             keys, values = self._gather(self.cache.keys[layer], seen), self._gather(self.cache.values[layer], seen)
             own = query[token].clone().view(1, self.cache.num_kv_heads, -1, self.cache.head_dim)
-            if sinks is None:
-                mixed = F.scaled_dot_product_attention(own, keys, values, scale=self.scale * scales.keys)
+            scale = self.scale * scales.keys
+            if self.soft_cap or sinks is not None:
+                scores = compute_scores(own, keys, scale, self.soft_cap)  # [1, kv_heads, group, keys]
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks.float().view(*scores.shape[:3], 1)), -1)
+                mixed = scores.softmax(dim=-1)[..., : keys.shape[2]].to(values.dtype) @ values
             else:
-                scores = (own.float() * self.scale * scales.keys) @ keys.float().mT  # [1, kv_heads, group, keys]
-                logits = torch.cat((scores, sinks.float().view(*scores.shape[:3], 1)), -1)
-                mixed = logits.softmax(-1)[..., :-1] @ values.float()
+                mixed = F.scaled_dot_product_attention(own, keys, values, scale=scale)
             output[token] = mixed.view_as(output[token]) * scales.values
         return output
 
