@@ -26,12 +26,12 @@ from toka_async.bench.loads.served import serve
 from toka_async.checkpoint.hub import resolve_model
 from toka_async.checkpoint.spec import read_spec
 from toka_async.client import Client, Trainer
-from toka_async.control import Broadcast, CudaBucket, NcclTransfer
+from toka_async.control import Broadcast, NcclTransfer
+from toka_async.transfer.buckets import CudaWriter
 from toka_async.transfer.checksum import sum_tensors
 from toka_async.transfer.deadline import Deadline
 from toka_async.transfer.nccl import NcclCommunicator, join_nccl
-from toka_async.transfer.shared import divide_buckets, place_tensors, share_cuda
-from toka_async.transfer.tensors import describe_tensor, view_bytes
+from toka_async.transfer.tensors import describe_tensor
 from toka_async.transfer.wire import send_tensors
 from toka_async.weights.catalog import WeightCatalog
 
@@ -101,17 +101,12 @@ class NcclSender(Sender):
 
 class CudaSender(Sender):
     async def open(self) -> None:
-        self.bucket = torch.empty(BUCKET, dtype=torch.uint8, device=self.device)
+        self.bucket = CudaWriter(BUCKET, self.device)
 
     async def send(self, tensors: dict[str, Tensor]) -> None:
         await self.trainer.begin_update()
-        for filling in divide_buckets(tensors.items(), BUCKET):
-            offsets = place_tensors(filling)
-            for (_, tensor), offset in zip(filling, offsets, strict=True):
-                self.bucket[offset : offset + tensor.nbytes].copy_(view_bytes(tensor))
-            torch.cuda.synchronize(self.device)
-            source = CudaBucket(handles=(share_cuda(self.bucket),), offsets=tuple(offsets))
-            await self.trainer.load(source, [describe_tensor(*each) for each in filling])
+        for infos, bucket in self.bucket.fill(tensors.items()):
+            await self.trainer.load(bucket, infos)
         await self.trainer.finish_update()
 
 

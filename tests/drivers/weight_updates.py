@@ -19,11 +19,10 @@ from toka_async.control import (
     ControlDone,
     Directory,
     LoadTensors,
-    ShmBucket,
     VerifyUpdate,
 )
 from toka_async.server.engine.control import add_parts
-from toka_async.transfer.shared import ShmWriter, divide_buckets
+from toka_async.transfer.buckets import Bucket, ShmWriter
 from toka_async.transfer.tensors import TensorInfo
 
 BUCKET = 1 << 18
@@ -43,7 +42,7 @@ def shared_bucket(num_bytes: int = BUCKET) -> Iterator[ShmWriter]:
         writer.close()
 
 
-def make_load(infos: Sequence[TensorInfo], bucket: ShmBucket) -> LoadTensors:
+def make_load(infos: Sequence[TensorInfo], bucket: Bucket) -> LoadTensors:
     return LoadTensors(
         names=tuple(info.name for info in infos),
         dtypes=tuple(str(info.dtype)[6:] for info in infos),
@@ -71,8 +70,8 @@ class Trainer:
     def load(self, tensors: Named) -> ControlDone:
         """In as many fillings of a bucket as it takes, up to the first that fails."""
         with shared_bucket() as writer:
-            for filling in divide_buckets(tensors, BUCKET):
-                done = self.act(make_load(*writer.fill(filling)))
+            for infos, bucket in writer.fill(tensors):
+                done = self.act(make_load(infos, bucket))
                 if done.error:
                     break
         return done

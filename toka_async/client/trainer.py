@@ -116,13 +116,12 @@ class Trainer:
         self, tensors: Iterable[tuple[str, Tensor]], version: str | None = None, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
         """Give a server on this machine all tensors of a checkpoint, through shared memory of so many bytes."""
-        from toka_async.transfer.shared import ShmWriter, divide_buckets
+        from toka_async.transfer.buckets import ShmWriter
 
         await self.begin_update()
         writer = ShmWriter(f"toka-{os.getpid()}-{secrets.token_hex(8)}", bucket_bytes)
         try:
-            for filling in divide_buckets(tensors, bucket_bytes):
-                infos, bucket = writer.fill(filling)
+            for infos, bucket in writer.fill(tensors):
                 await self.load(bucket, infos)
         except CommandError:  # the engine has given the update up
             raise

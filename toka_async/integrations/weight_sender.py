@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from toka_async.transfer.shared import ShmWriter, divide_buckets
+from toka_async.transfer.buckets import ShmWriter
 
 BUCKET_BYTES = 256 << 20
 TIMEOUT = 600.0
@@ -68,13 +68,13 @@ class WeightSender:
         Raises WeightSendingError, which names the tensor at fault. The server then stays paused with its old version.
         """
         self.ask("/start_weight_update", {})
-        for filling in divide_buckets(tensors, self._bucket_bytes):
-            infos, bucket = self._open().fill(filling)
+        writer = self._open()
+        for infos, bucket in writer.fill(tensors):
             info = {
                 "names": [each.name for each in infos],
                 "dtype_names": [str(each.dtype).removeprefix("torch.") for each in infos],
                 "shapes": [list(each.shape) for each in infos],
-                "shm": {"name": bucket.name, "offsets": list(bucket.offsets)},
+                "shm": {"name": writer.name, "offsets": list(bucket.offsets)},
             }
             self.ask("/update_weights", {"update_info": info})
         self.ask("/finish_weight_update", {} if version is None else {"weight_version": version})

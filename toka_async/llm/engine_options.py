@@ -140,7 +140,7 @@ def make_config(model: str, config: Path | str | None, options: Mapping[str, Any
     file = None if config is None else Path(config)
     of_file = {override.partition("=")[0] for override in list_overrides(load_config(file))}
     ours = {key: value for key, value in OURS.items() if key not in of_file}
-    given = {**ours, "model.path": model, **dict(_translate_all(options))}
+    given = {**ours, "model.path": model, **dict(translate_keywords(options))}
     made = load_config(file, [f"{key}={value}" for key, value in given.items()])
     for override in list_overrides(made):
         if override.startswith(FOREIGN):
@@ -148,8 +148,8 @@ def make_config(model: str, config: Path | str | None, options: Mapping[str, Any
     return made
 
 
-def _translate_all(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Translate options to keys and values as text. None stands for an option that is not given."""
+def translate_keywords(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Translate options to keys and values as text; see `make_config`. None stands for an option that is not given."""
     for name, value in options.items():
         if name in SECTIONS:
             if not isinstance(value, Mapping):

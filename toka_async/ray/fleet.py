@@ -14,10 +14,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from toka_async.cli.overrides import complete_overrides, translate_options
 from toka_async.client import Pool, SyncPool
 from toka_async.config import Config, ConfigError, load_config
-from toka_async.config.text import format_value
+from toka_async.llm.engine_options import translate_keywords
 from toka_async.ray.keys import FleetKeys
 from toka_async.ray.manager import FleetManager
 from toka_async.ray.status import ReplicaPlan, ReplicaStatus
@@ -186,21 +185,11 @@ class Fleet:
 
 def list_overrides(model: str, options: Mapping[str, Any]) -> list[str]:
     """List a configuration as `section.key=value`. Raises ConfigError."""
-    words: list[str] = []
-    sections = Config.__struct_fields__
-    for name, value in options.items():
-        if name in sections and isinstance(value, Mapping):
-            words += [f"{name}.{key}={format_value(each)}" for key, each in value.items()]
-        else:
-            words.append(f"--{name}={format_value(value)}")
-    overrides = complete_overrides([f"model.path={model}", *translate_options(words)], has_model=False)
-    for word in overrides:
-        if word.startswith("-"):
-            name = word.removeprefix("--").partition("=")[0]
-            raise ConfigError(f"unknown option {name!r}; keys are given as cache={{'num_tokens': 65536}}")
-        if word.startswith(OWN):
-            raise ConfigError(f"{word.partition('=')[0]}: the fleet chooses it")
-    return overrides
+    keys = {"model.path": model, **dict(translate_keywords(options))}
+    for key in keys:
+        if key.startswith(OWN):
+            raise ConfigError(f"{key}: it is chosen for each replica")
+    return [f"{key}={value}" for key, value in keys.items()]
 
 
 def count_gpus(config: Config) -> int:

@@ -1,13 +1,13 @@
 """Buckets of memory that a trainer on the same host shares: POSIX shared memory, or memory of a GPU (CUDA IPC).
 
-The trainer fills a bucket, says what is in it, and fills it again once that is loaded.
+This is the engine's end; a trainer fills buckets with `buckets`.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from toka_async.control import CudaBucket, CudaHandle, ShmBucket
 from toka_async.transfer.errors import TransferError
-from toka_async.transfer.tensors import ALIGNMENT, TensorInfo, describe_tensor, view_bytes
+from toka_async.transfer.tensors import TensorInfo
 
 FOLDER = Path("/dev/shm")
 
@@ -42,61 +42,6 @@ def open_shm(bucket: ShmBucket) -> Tensor:
     except (OSError, ValueError) as error:
         raise TransferError(f"shared memory {name!r} cannot be read: {error}") from None
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-class ShmWriter:
-    """The trainer's end of a bucket of POSIX shared memory. Close it, or it stays."""
-
-    def __init__(self, name: str, num_bytes: int) -> None:
-        self.name = name
-        self.num_bytes = num_bytes
-        file = os.open(FOLDER / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.ftruncate(file, num_bytes)
-            self._memory = mmap.mmap(file, num_bytes)
-        finally:
-            os.close(file)
-        self._bytes: Tensor | None = torch.frombuffer(self._memory, dtype=torch.uint8)
-
-    def fill(self, tensors: Sequence[tuple[str, Tensor]]) -> tuple[list[TensorInfo], ShmBucket]:
-        """Copies tensors that fit together (`divide_buckets`) into the bucket."""
-        assert self._bytes is not None
-        infos, offsets = [], place_tensors(tensors)
-        for (name, tensor), offset in zip(tensors, offsets, strict=True):
-            info = describe_tensor(name, tensor)
-            self._bytes[offset : offset + info.num_bytes].copy_(view_bytes(tensor))
-            infos.append(info)
-        return infos, ShmBucket(name=self.name, offsets=tuple(offsets))
-
-    def close(self) -> None:
-        self._bytes = None
-        (FOLDER / self.name).unlink(missing_ok=True)
-
-
-def place_tensors(tensors: Sequence[tuple[str, Tensor]]) -> list[int]:
-    """Returns where in a bucket each tensor begins."""
-    offsets, end = [], 0
-    for _, tensor in tensors:
-        offsets.append(end)
-        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    return offsets
-
-
-def divide_buckets(tensors: Iterable[tuple[str, Tensor]], num_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Divides tensors into fillings of a bucket. Raises TransferError for a tensor that is larger than the bucket."""
-    filling: list[tuple[str, Tensor]] = []
-    end = 0
-    for name, tensor in tensors:
-        size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        if size > num_bytes:
-            raise TransferError(f"{name} has {tensor.nbytes} bytes, the bucket {num_bytes}")
-        if end + size > num_bytes:
-            yield filling
-            filling, end = [], 0
-        filling.append((name, tensor))
-        end += size
-    if filling:
-        yield filling
 
 
 def open_cuda(bucket: CudaBucket, device: torch.device) -> Tensor:

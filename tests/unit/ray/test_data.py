@@ -22,7 +22,7 @@ def test_wrong_arguments_are_refused_before_anything_starts() -> None:
         generate(NO_DATASET, model="demo", sampling={"temperature": "hot"})
     with pytest.raises(ConfigError, match="nonsense"):
         generate(NO_DATASET, model="demo", nonsense=1)
-    with pytest.raises(ConfigError, match="chooses it"):
+    with pytest.raises(ConfigError, match="chosen for each replica"):
         generate(NO_DATASET, model="demo", zmq={"bind": "tcp://127.0.0.1:1"})
 
 

@@ -14,6 +14,7 @@ def test_options_are_keys_or_names_of_other_engines() -> None:
         "schedule.max_seqs": 8,
         "max_model_len": 512,
         "dtype": "half",
+        "enforce_eager": True,
     }
     assert list_overrides("/models/llama", options) == [
         "model.path=/models/llama",
@@ -22,6 +23,7 @@ def test_options_are_keys_or_names_of_other_engines() -> None:
         "schedule.max_seqs=8",
         "model.max_context=512",
         "model.dtype=float16",
+        "graphs.enabled=false",
     ]
 
 
@@ -29,8 +31,8 @@ def test_options_are_keys_or_names_of_other_engines() -> None:
     ("options", "message"),
     [
         ({"max_modl_len": 5}, "unknown option 'max_modl_len'"),
-        ({"zmq": {"bind": "tcp://*:5"}}, "zmq.bind: the fleet chooses it"),
-        ({"port": 8000}, "server.port: the fleet chooses it"),
+        ({"zmq": {"bind": "tcp://*:5"}}, "zmq.bind: it is chosen for each replica"),
+        ({"port": 8000}, "server.port: it is chosen for each replica"),
         ({"enable_lora": True}, "LoRA"),
     ],
 )

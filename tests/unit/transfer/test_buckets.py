@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.drivers.weight_updates import shared_bucket
+from toka_async.control import ShmBucket
+from toka_async.transfer.errors import TransferError
+from toka_async.transfer.shared import open_shm, read_tensors
+
+TENSORS = [("a", torch.arange(5, dtype=torch.float32)), ("b", torch.arange(7, dtype=torch.bfloat16).view(7, 1))]
+
+
+def test_a_bucket_has_what_was_filled_in() -> None:
+    with shared_bucket(64) as writer:
+        ((infos, bucket),) = writer.fill(TENSORS)
+        assert isinstance(bucket, ShmBucket)
+        tensors = dict(read_tensors(open_shm(bucket), infos, bucket.offsets))
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in TENSORS)
+        tensors["a"].zero_()  # is not shared
+        again = dict(read_tensors(open_shm(bucket), infos, bucket.offsets))
+        assert torch.equal(again["a"], TENSORS[0][1])
+    assert not (Path("/dev/shm") / writer.name).exists()
+
+
+def test_tensors_are_divided_among_fillings() -> None:
+    for num_bytes, names in ((32, [["a"], ["b"]]), (46, [["a", "b"]])):
+        with shared_bucket(num_bytes) as writer:
+            assert [[info.name for info in infos] for infos, _ in writer.fill(TENSORS)] == names
+    with shared_bucket(16) as writer, pytest.raises(TransferError, match="a has 20 bytes, the bucket 16"):
+        list(writer.fill(TENSORS))
+
+
+def test_a_tensor_is_copied_when_it_is_added() -> None:
+    tensor = torch.ones(4)
+    with shared_bucket(16) as writer:
+        assert writer.add("a", tensor)
+        tensor.zero_()
+        assert not writer.add("b", tensor)
+        infos, bucket = writer.take()
+        assert isinstance(bucket, ShmBucket)
+        ((_, found),) = read_tensors(open_shm(bucket), infos, bucket.offsets)
+        assert torch.equal(found, torch.ones(4))
+        assert writer.add("b", tensor)

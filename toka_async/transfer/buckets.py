@@ -1,0 +1,102 @@
+"""The trainer's end of buckets that it shares with an engine on the same host. The engine's end is in `shared`."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from toka_async.control import CudaBucket, ShmBucket
+from toka_async.transfer.errors import TransferError
+from toka_async.transfer.shared import FOLDER, share_cuda
+from toka_async.transfer.tensors import ALIGNMENT, TensorInfo, describe_tensor, view_bytes
+
+Bucket = ShmBucket | CudaBucket
+Filling = tuple[list[TensorInfo], Bucket]
+
+
+class BucketWriter(ABC):
+    """A bucket that is filled, described to the engine, and filled again once the engine has loaded it. Close it."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        """buffer: bytes [b]."""
+        self.num_bytes = buffer.numel()
+        self._bytes: Tensor | None = buffer
+        self._infos: list[TensorInfo] = []
+        self._offsets: list[int] = []
+        self._end = 0
+
+    def add(self, name: str, tensor: Tensor) -> bool:
+        """Copies a tensor into the bucket, or returns False: it fits only after `take`.
+
+        The tensor is not needed afterwards. Raises TransferError for one that is larger than the whole bucket.
+        """
+        assert self._bytes is not None, "the bucket is closed"
+        info = describe_tensor(name, tensor)
+        if info.num_bytes > self.num_bytes:
+            raise TransferError(f"{name} has {info.num_bytes} bytes, the bucket {self.num_bytes}")
+        if self._end + info.num_bytes > self.num_bytes:
+            return False
+        self._bytes[self._end : self._end + info.num_bytes].copy_(view_bytes(tensor))
+        self._infos.append(info)
+        self._offsets.append(self._end)
+        self._end += -(-info.num_bytes // ALIGNMENT) * ALIGNMENT
+        return True
+
+    def take(self) -> Filling:
+        """Describes what was added since the last time. The next tensors take its place."""
+        infos, offsets = self._infos, self._offsets
+        self._infos, self._offsets, self._end = [], [], 0
+        return infos, self._describe(offsets)
+
+    def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Filling]:
+        """Fills the bucket as often as it takes. A filling has to be loaded before the next one is asked for."""
+        for name, tensor in tensors:
+            if not self.add(name, tensor):
+                yield self.take()
+                self.add(name, tensor)
+        if self._infos:
+            yield self.take()
+
+    def close(self) -> None:
+        self._bytes = None
+
+    @abstractmethod
+    def _describe(self, offsets: Sequence[int]) -> Bucket: ...
+
+
+class ShmWriter(BucketWriter):
+    """A bucket of POSIX shared memory. Close it, or it stays."""
+
+    def __init__(self, name: str, num_bytes: int) -> None:
+        self.name = name
+        file = os.open(FOLDER / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(file, num_bytes)
+            memory = mmap.mmap(file, num_bytes)
+        finally:
+            os.close(file)
+        super().__init__(torch.frombuffer(memory, dtype=torch.uint8))
+
+    def close(self) -> None:
+        super().close()
+        (FOLDER / self.name).unlink(missing_ok=True)
+
+    def _describe(self, offsets: Sequence[int]) -> ShmBucket:
+        return ShmBucket(name=self.name, offsets=tuple(offsets))
+
+
+class CudaWriter(BucketWriter):
+    """A bucket in the memory of a GPU that ranks of the engine use too. It holds tensors of this GPU."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        super().__init__(torch.empty(num_bytes, dtype=torch.uint8, device=device))
+
+    def _describe(self, offsets: Sequence[int]) -> CudaBucket:
+        assert self._bytes is not None, "the bucket is closed"
+        torch.cuda.synchronize(self._bytes.device)
+        return CudaBucket(handles=(share_cuda(self._bytes),), offsets=tuple(offsets))
