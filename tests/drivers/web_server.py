@@ -80,15 +80,17 @@ class WebServer:
         return checked_error(answer)
 
     async def events(self, path: str, body: dict[str, Any]) -> list[Any]:
-        """The events of a stream, the final [DONE] checked and taken off where no error came before it."""
+        """The events of a stream: of one whose events have no names, and no error at its end, without its [DONE]."""
         async with self.http.post(self.url + path, json={**body, "stream": True}) as response:
             assert response.status == 200, await response.text()
             assert response.content_type == "text/event-stream"
             lines = (await response.text()).split("\n\n")
         assert lines.pop() == ""
-        assert all(line.startswith("data: ") for line in lines)
-        datas = [line.removeprefix("data: ") for line in lines]
-        if "error" not in datas[-1]:
+        names = [line.rpartition("\n")[0] for line in lines]
+        datas = [line.rpartition("\n")[2].removeprefix("data: ") for line in lines]
+        if any(names):
+            assert names == [f"event: {json.loads(data)['type']}" for data in datas]
+        elif "error" not in datas[-1]:
             assert datas.pop() == "[DONE]"
         return [json.loads(data) for data in datas]
 

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from toka_async.openai.requests import WireRequest
 
-Endpoint = Literal["/v1/completions", "/v1/chat/completions"]
+Endpoint = Literal["/v1/completions", "/v1/chat/completions", "/v1/responses"]
 # The states of `toka_async.batches`.
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 Lifetime = Annotated[int, Meta(ge=3600, le=2_592_000)]  # seconds

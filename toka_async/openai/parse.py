@@ -86,24 +86,48 @@ def parse_fields(fields: dict[str, Any], kind: type[T]) -> T:
 def select_given_fields(fields: dict[str, Any], kind: type[WireRequest], where: str = "") -> dict[str, Any]:
     """Checks fields as `check_fields` does, also those of the objects inside."""
     given = check_fields(fields, kind.__struct_encode_fields__, kind.unsupported, where)
-    for name, inner in find_objects(kind).items():
+    for name, kinds in find_objects(kind).items():
         value = given.get(name)
         if isinstance(value, dict):
-            given[name] = select_given_fields(value, inner, f"{where}{name}.")
+            given[name] = select_object(value, kinds, where + name)
         elif isinstance(value, list):
             given[name] = [
-                select_given_fields(each, inner, f"{where}{name}[{place}].") if isinstance(each, dict) else each
+                select_object(each, kinds, f"{where}{name}[{place}]") if isinstance(each, dict) else each
                 for place, each in enumerate(value)
             ]
     return given
 
 
+def select_object(value: dict[str, Any], kinds: tuple[type[WireRequest], ...], where: str) -> dict[str, Any]:
+    """As `select_given_fields`, of an object that is of one of these kinds. Several are told apart by their tags."""
+    tags = {each.__struct_config__.tag: each for each in kinds}
+    field = kinds[0].__struct_config__.tag_field
+    if field is None:
+        return select_given_fields(value, kinds[0], f"{where}.")
+    tag = value.get(field)
+    untagged = next((name for name, each in tags.items() if each.is_untagged), None)
+    tag = untagged if tag is None else tag
+    if not isinstance(tag, str) or tag not in tags:
+        got = (
+            "it is missing"
+            if tag is None
+            else f"got {tag[:MAX_SHOWN]!r}"
+            if isinstance(tag, str)
+            else "got another type"
+        )
+        param = f"{where}.{field}"
+        raise bad_request(f"'{param}' must be {' or '.join(map(str, tags))}; {got}", param=param)
+    rest = {name: each for name, each in value.items() if name != field}
+    return {**select_given_fields(rest, tags[tag], f"{where}."), field: tag}
+
+
 @cache
-def find_objects(kind: type[WireRequest]) -> dict[str, type[WireRequest]]:
-    """The fields of a request that are objects with fields of their own, or lists of such objects."""
+def find_objects(kind: type[WireRequest]) -> dict[str, tuple[type[WireRequest], ...]]:
+    """The fields of a request that are objects with fields of their own, or lists of such objects: their kinds."""
     inside = {field.encode_name: list(find_parts(field.type)) for field in msgspec.structs.fields(kind)}
     types = {name: [each for each in given if isinstance(each, type)] for name, given in inside.items()}
-    return {name: each for name, given in types.items() for each in given if issubclass(each, WireRequest)}
+    kinds = {name: tuple(each for each in given if issubclass(each, WireRequest)) for name, given in types.items()}
+    return {name: each for name, each in kinds.items() if each}
 
 
 def find_parts(kind: Any) -> Iterator[Any]:

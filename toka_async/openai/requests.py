@@ -64,10 +64,12 @@ Conversations = Annotated[
 class WireRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An object of a request. Unknown fields are errors.
 
-    unsupported: fields of other servers, which are accepted where they ask for nothing.
+    unsupported: fields of other servers, which are accepted where they ask for nothing. is_untagged: of several kinds
+    of objects, which a tag tells apart, those without a tag are of this kind.
     """
 
     unsupported: ClassVar[Unsupported] = {}
+    is_untagged: ClassVar[bool] = False
 
 
 class StreamOptions(WireRequest, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ the model bounds counts and token ids. Knows no routes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -31,17 +31,27 @@ def request_schemas(kinds: Iterable[type[WireRequest]], model: str, limits: Requ
     kinds = list(kinds)
     schemas = build_components(kinds)
     bounds = find_bounds(limits)
-    for kind in kinds:
-        for each in (kind, *find_objects(kind).values()):
-            fields = schemas[each.__name__]["properties"]
-            for name in fields.keys() & bounds.keys():
-                lower_maxima(fields[name], bounds[name])
-            if "model" in fields:
-                fields["model"] = {"enum": [model, *ANY_MODEL, None]}
-            fields |= neutral_fields(each.unsupported, fields)
+    for each in {inner for kind in kinds for inner in list_objects(kind)}:
+        schema = schemas[each.__name__]
+        fields = schema["properties"]
+        for name in fields.keys() & bounds.keys():
+            lower_maxima(fields[name], bounds[name])
+        if "model" in fields:
+            fields["model"] = {"enum": [model, *ANY_MODEL, None]}
+        fields |= neutral_fields(each.unsupported, fields)
+        if each.is_untagged:
+            schema["required"].remove(each.__struct_config__.tag_field)
     for schema in schemas.values():
         allow_null(schema)
     return schemas
+
+
+def list_objects(kind: type[WireRequest]) -> Iterator[type[WireRequest]]:
+    """A kind of objects, and those of the objects inside."""
+    yield kind
+    for kinds in find_objects(kind).values():
+        for each in kinds:
+            yield from list_objects(each)
 
 
 def response_schemas(kinds: Iterable[type[msgspec.Struct]]) -> dict[str, Schema]:
@@ -70,7 +80,8 @@ def find_bounds(limits: RequestLimits) -> dict[str, int]:
     """Returns the largest numbers in fields that this model allows; a Struct has the bounds of every model."""
     room, last_id = min(limits.max_context, limits.cache_tokens), limits.vocab_size - 1
     counts = {"n": limits.max_n, "best_of": limits.max_n, "min_tokens": limits.max_context}
-    tokens = dict.fromkeys(("max_tokens", "max_completion_tokens", "max_new_tokens", "min_new_tokens"), room)
+    names = ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "min_new_tokens")
+    tokens = dict.fromkeys(names, room)
     logprobs = dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs", "top_logprobs_num"), limits.max_logprobs)
     ids = ("prompt", "tokens", "prompt_token_ids", "token_ids", "input_ids", "stop_token_ids", "allowed_token_ids")
     return counts | tokens | logprobs | dict.fromkeys(ids, last_id)

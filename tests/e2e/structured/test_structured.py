@@ -211,6 +211,37 @@ def test_thoughts_end_at_their_budget(server: Serving) -> None:
         assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "")
 
 
+FUNCTIONS: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+
+
+def test_a_loop_of_responses(server: Serving) -> None:
+    """OpenAI's client: a thought and a call by schema, its output, and an answer by schema; whole and streamed."""
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    fields: dict[str, Any] = {"model": "demo", "max_output_tokens": 400, "parallel_tool_calls": False}
+    fields["extra_body"] = {"seed": 5, "thinking_token_budget": 6, **THOUGHT}
+    asked: Any = [{"role": "user", "content": "What is 3 + 4?"}]
+    first = client.responses.create(**fields, input=asked, tools=FUNCTIONS, tool_choice="required")
+    thought, call = first.output
+    assert (thought.type, call.type) == ("reasoning", "function_call")
+    assert first.usage is not None
+    assert 0 < first.usage.output_tokens_details.reasoning_tokens <= 6
+    jsonschema.validate(json.loads(call.arguments), CITY if call.name == "weather" else NOTHING)
+    with client.responses.stream(**fields, input=asked, tools=FUNCTIONS, tool_choice="required") as stream:
+        kinds = [event.type for event in stream]
+        streamed = stream.get_final_response()
+    assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
+    assert [(item.type, getattr(item, "arguments", "")) for item in streamed.output] == [
+        ("reasoning", ""),
+        ("function_call", call.arguments),
+    ]
+
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    text: Any = {"format": {"type": "json_schema", "name": "order", "schema": ORDER, "strict": True}}
+    answer = client.responses.create(**fields, input=[*asked, *first.output, output], text=text)
+    check_orders([answer.output_text])
+    assert answer.status == "completed"
+
+
 def test_metrics_count_it(server: Serving) -> None:
     complete(server, regex="a{9}")
     assert server.metric("grammar_tokens_total") > 0

@@ -21,7 +21,7 @@ from toka_async.openai.parse import LARGE, bound_parsed_bytes, count_parsed_byte
 from toka_async.openai.requests import ChatRequest, CompletionRequest
 from toka_async.server.access.errors import as_api_error
 from toka_async.server.engine.request_group import EngineStoppedError
-from toka_async.server.generate.answers import Answer
+from toka_async.server.generate.answers import WholeAnswer
 from toka_async.server.generate.chat import prepare_chat
 from toka_async.server.generate.completions import prepare_completion
 from toka_async.server.generate.service import PreparedRequest, Service
@@ -29,15 +29,20 @@ from toka_async.server.generate.whole_body import whole_body
 from toka_async.server.limits.account import Account, Cost
 from toka_async.server.limits.bodies import Bodies
 from toka_async.server.limits.jobs import NotServingError, OverloadedError
+from toka_async.server.responses.answer import prepare_response
+from toka_async.server.responses.requests import ResponsesRequest
 
 logger = logging.getLogger(__name__)
+
+LineBody = CompletionRequest | ChatRequest | ResponsesRequest
 
 PRIORITY = 1 << 32  # behind the last that a request can ask for; a line's own priority counts among lines
 MAX_TRIES = 3  # of a line with which the engine stopped
 NOTHING = Cost(0, 0)
-KINDS: dict[str, type[CompletionRequest] | type[ChatRequest]] = {
+KINDS: dict[str, type[LineBody]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
 }
 
 _LINE = msgspec.json.Decoder(Line)
@@ -69,16 +74,12 @@ class LineAnswers:
         finally:
             room.shrink(0)
 
-    async def _prepare(
-        self, account: Account, custom_id: str, wire: CompletionRequest | ChatRequest | Exception
-    ) -> LineRequest | Answered:
+    async def _prepare(self, account: Account, custom_id: str, wire: LineBody | Exception) -> LineRequest | Answered:
         """Waits for admission if the engine is not ready yet."""
         service, accounts = self._service, self._service.accounts
         while not isinstance(wire, Exception):
             try:
-                if isinstance(wire, ChatRequest):
-                    return PreparedLine(service, account, custom_id, *await prepare_chat(service, wire))
-                return PreparedLine(service, account, custom_id, *await prepare_completion(service, wire))
+                return PreparedLine(service, account, custom_id, *await prepare_line(service, wire))
             except NotServingError:
                 accounts.window.close()
                 await accounts.enter(account, NOTHING)
@@ -88,7 +89,17 @@ class LineAnswers:
         return answer_error(custom_id, wire)
 
 
-def parse_line(endpoint: str, raw: bytes) -> tuple[str, CompletionRequest | ChatRequest | Exception]:
+async def prepare_line(service: Service, wire: LineBody) -> tuple[PreparedRequest, WholeAnswer]:
+    """Raises as `prepare_chat` does."""
+    match wire:
+        case ChatRequest():
+            return await prepare_chat(service, wire)
+        case ResponsesRequest():
+            return await prepare_response(service, wire)
+    return await prepare_completion(service, wire)
+
+
+def parse_line(endpoint: str, raw: bytes) -> tuple[str, LineBody | Exception]:
     """Reads a line: its custom_id, and its request or why there is none. Raises StorageError as `read_custom_id` does.
 
     Decodes the line once. The body follows by itself, as its items are counted before objects are made of them.
@@ -105,7 +116,7 @@ def parse_line(endpoint: str, raw: bytes) -> tuple[str, CompletionRequest | Chat
         return line.custom_id, error
 
 
-def parse_body(endpoint: str, line: Line) -> CompletionRequest | ChatRequest:
+def parse_body(endpoint: str, line: Line) -> LineBody:
     """Reads the request of a line. Raises ApiError (400)."""
     if line.method != "POST":
         raise bad_request(f"'method' must be POST, got {line.method[:64]!r}", param="method")
@@ -126,7 +137,7 @@ class PreparedLine:
     account: Account
     custom_id: str
     request: PreparedRequest
-    response: Answer
+    response: WholeAnswer
     _is_in: bool = False
     _refusal: ApiError | None = None
 

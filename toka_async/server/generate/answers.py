@@ -40,21 +40,25 @@ FINISH: dict[Reason, FinishReason | None] = {
 }
 
 
-class Answer(Protocol):
-    """Builds the response of one request, or the chunks of a streamed one."""
+class WholeAnswer(Protocol):
+    """Builds the response of one request."""
 
     def whole(self, run: Run, outputs: Sequence[Sequence[Output]]) -> msgspec.Struct | Sequence[msgspec.Struct]:
         """The response; `outputs` by prompt, by sample."""
         ...
 
+
+class Answer(WholeAnswer, Protocol):
+    """Also builds the chunks of a streamed response."""
+
     def first(self, run: Run, prompt: int, sample: int) -> msgspec.Struct | None:
         """The chunk that comes before a sample's text, where there is one."""
         ...
 
-    def chunk(
+    def chunks(
         self, run: Run, prompt: int, sample: int, piece: Piece, reason: Reason, stop: str | int | None
-    ) -> msgspec.Struct | None:
-        """New text of a sample; None while nothing can be said of it."""
+    ) -> Sequence[msgspec.Struct]:
+        """New text of a sample; no chunk while nothing can be said of it."""
         ...
 
     def with_prompt(self, chunk: Any, run: Run, prompt: int) -> msgspec.Struct:

@@ -293,9 +293,9 @@ class ChatAnswer:
     def with_prompt(self, chunk: ChatChunk, run: Run, prompt: int) -> ChatChunk:
         return replace(chunk, prompt_token_ids=self.prompt_token_ids(run, prompt))
 
-    def chunk(
+    def chunks(
         self, run: Run, prompt: int, sample: int, piece: Piece, reason: Reason, stop: str | int | None
-    ) -> ChatChunk | None:
+    ) -> list[ChatChunk]:
         assert prompt == 0, "a chat has one prompt"
         finish, delta, logprobs = FINISH[reason], ChatDelta(content=piece.text or UNSET), self.logprobs(run, piece.rows)
         if self.reading is not None:
@@ -304,7 +304,7 @@ class ChatAnswer:
                 parser = self.parsers[sample] = self.reading.start(prompt)
             parsed = parser.push(piece.text, is_end=reason is not Reason.NONE)
             if not (parsed or finish or wants_tokens(run.generation)):
-                return None
+                return []
             delta = self.delta(parsed, parser)
             if finish:
                 del self.parsers[sample]
@@ -319,7 +319,11 @@ class ChatAnswer:
             packed_logprobs=packed_tokens(run, piece.rows),
             weight_versions=weight_versions(self.service, run, piece.rows, piece.first),
         )
-        return self.chat_chunk([choice], self.no_usage(run))
+        choices = [choice]
+        if finish and delta.tool_calls:  # OpenAI's client does not take a call and an end in one chunk
+            end = ChatChunkChoice(index=sample, delta=ChatDelta(), finish_reason=finish, stop_reason=stop)
+            choices = [replace(choice, finish_reason=None, stop_reason=None), end]
+        return [self.chat_chunk([each], self.no_usage(run)) for each in choices]
 
     def last(self, usage: Usage) -> ChatChunk:
         return self.chat_chunk([], usage)

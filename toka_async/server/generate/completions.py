@@ -166,9 +166,9 @@ class CompletionAnswer:
         (choice,) = chunk.choices
         return replace(chunk, choices=[replace(choice, prompt_token_ids=self.prompt_token_ids(run, prompt))])
 
-    def chunk(
+    def chunks(
         self, run: Run, prompt: int, sample: int, piece: Piece, reason: Reason, stop: str | int | None
-    ) -> Completion:
+    ) -> list[Completion]:
         logprobs = None
         if wants_json_logprobs(run.generation):
             start = len(self.echoed[prompt]) if run.generation.echo else 0
@@ -183,7 +183,7 @@ class CompletionAnswer:
             packed_logprobs=packed_tokens(run, piece.rows),
             weight_versions=weight_versions(self.service, run, piece.rows, piece.first),
         )
-        return self.completion([choice], self.no_usage(run))
+        return [self.completion([choice], self.no_usage(run))]
 
     def last(self, usage: Usage) -> Completion:
         return self.completion([], usage)

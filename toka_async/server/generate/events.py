@@ -8,19 +8,22 @@ one by one. Knows no HTTP; knows nothing of which API the answer belongs to.
 from __future__ import annotations
 
 import secrets
+from typing import Protocol
 
 import msgspec
 from msgspec.structs import replace
 
 from toka_async.messages import Reason
+from toka_async.openai.errors import ErrorResponse
 from toka_async.server.engine.token_block import NO_ROWS, REASONS, TokenBlock
-from toka_async.server.generate.answers import Answer, sample_usage, wants_tokens
+from toka_async.server.generate.answers import Answer, run_usage, sample_usage, wants_tokens
 from toka_async.server.generate.block_texts import JsonTexts
 from toka_async.server.generate.sample_text import Piece, StreamedTexts
 from toka_async.server.generate.service import Run, Service, stop_token
 
 ENCODER = msgspec.json.Encoder()
 PADDED = 32  # bytes, of which a text with its padding has a multiple
+DONE = b"data: [DONE]\n\n"
 MARK = "\0text\0"  # no id and no model's name has it
 MOST_TOKENS = 1024  # that become events in one turn of the event loop
 MOST_PLAIN_TOKENS = 64 * MOST_TOKENS  # of requests whose texts are looked up: they are so much cheaper
@@ -42,12 +45,34 @@ def padding(text: str) -> str:
     return secrets.token_urlsafe(count)[:count]
 
 
-class StreamEvents:
-    """The events of one request.
+class EventSource(Protocol):
+    """The events of one request."""
 
-    Attributes:
-        most_tokens: to be given at once, or a few more.
-    """
+    @property
+    def most_tokens(self) -> int:
+        """To be given at once, or a few more."""
+        ...
+
+    @property
+    def num_open(self) -> int:
+        """Samples that have not ended."""
+        ...
+
+    def take(self, block: TokenBlock) -> bytes:
+        """The events of new tokens."""
+        ...
+
+    def finish(self) -> bytes:
+        """The events at the end."""
+        ...
+
+    def fail(self, error: ErrorResponse) -> bytes:
+        """The events at an end that is too early."""
+        ...
+
+
+class StreamEvents:
+    """The events of one request as chunks of its answer."""
 
     def __init__(self, service: Service, run: Run, answer: Answer) -> None:
         generation, num_prompts = run.generation, len(run.prompts)
@@ -75,7 +100,7 @@ class StreamEvents:
 
     @property
     def num_open(self) -> int:
-        """Samples that have not ended."""
+        """See EventSource."""
         return self._samples.num_open
 
     @property
@@ -84,7 +109,7 @@ class StreamEvents:
         return sum(self._samples.num_tokens)
 
     def take(self, block: TokenBlock) -> bytes:
-        """The events of new tokens."""
+        """See EventSource."""
         parts: list[bytes] = []
         block = block.with_versions() if self._wants_versions else block
         if self._is_plain:
@@ -94,8 +119,18 @@ class StreamEvents:
                 if self._prefixes[row] is None:
                     self._begin(parts, row)
                 if reason or piece.text or (self._wants_tokens and len(piece.rows)):
-                    self._add_chunk(parts, row, piece, reason)
+                    self._add_chunks(parts, row, piece, reason)
         return b"".join(parts)
+
+    def finish(self) -> bytes:
+        """See EventSource."""
+        if not self._run.generation.include_usage:
+            return DONE
+        return event(self._answer.last(run_usage(self._run, self.num_tokens))) + DONE
+
+    def fail(self, error: ErrorResponse) -> bytes:
+        """See EventSource."""
+        return event(error)
 
     def _add_texts(self, parts: list[bytes], block: TokenBlock) -> None:
         """Append what new tokens of a request say that wants text alone."""
@@ -114,7 +149,7 @@ class StreamEvents:
                 piece, reason = samples.push(row, block.tokens.part(start, end), REASONS[number], request_id)
                 text = None if reason else encode_text(piece.text)
                 if reason:
-                    self._add_chunk(parts, row, piece, reason)
+                    self._add_chunks(parts, row, piece, reason)
             elif text is None or row in is_open:
                 text = encode_text(samples.push_plain(row, ids[start:end]))
             else:
@@ -143,19 +178,16 @@ class StreamEvents:
             parts.append(event(self._complete(first, row, 0, "")))
         prefix = b""
         if self._is_plain:
-            chunk = self._answer.chunk(self._run, prompt, sample, Piece(MARK, NO_ROWS, []), Reason.NONE, None)
-            assert chunk is not None
+            (chunk,) = self._answer.chunks(self._run, prompt, sample, Piece(MARK, NO_ROWS, []), Reason.NONE, None)
             prefix, _, self._suffix = event(chunk).partition(encode_text(MARK))
         self._prefixes[row] = prefix
         return prefix
 
-    def _add_chunk(self, parts: list[bytes], row: int, piece: Piece, reason: Reason) -> None:
+    def _add_chunks(self, parts: list[bytes], row: int, piece: Piece, reason: Reason) -> None:
         prompt, sample = divmod(row, self._n)
         stop = piece.stop if piece.stop is not None else stop_token(self._run.generation, piece.rows, reason)
-        chunk = self._answer.chunk(self._run, prompt, sample, piece, reason, stop)
-        if chunk is None:
-            return
-        parts.append(event(self._complete(chunk, row, self._samples.num_tokens[row], piece.text)))
+        for chunk in self._answer.chunks(self._run, prompt, sample, piece, reason, stop):
+            parts.append(event(self._complete(chunk, row, self._samples.num_tokens[row], piece.text)))
 
     def _complete(self, chunk: msgspec.Struct, row: int, num_tokens: int, text: str) -> msgspec.Struct:
         """A chunk with this text, and what the request wants in every chunk, or in a sample's first one."""

@@ -1,4 +1,4 @@
-"""POST /v1/completions, /v1/chat/completions and /v1/chat/completions/batch."""
+"""POST /v1/completions, /v1/chat/completions, /v1/chat/completions/batch and /v1/responses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from toka_async.server.generate.chat import ChatAnswer, one_chat, prepare_chat, 
 from toka_async.server.generate.completions import check_counts, prepare_completion
 from toka_async.server.generate.service import Chat, Service
 from toka_async.server.http.receive import read_request
-from toka_async.server.http.respond import SERVICE, respond
+from toka_async.server.http.respond import SERVICE, respond, respond_whole, respond_with
+from toka_async.server.responses.answer import prepare_response
+from toka_async.server.responses.events import ResponseEvents
+from toka_async.server.responses.requests import ResponsesRequest
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -36,6 +39,17 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     prepared, answer = await prepare_chat(service, await wire)
     async with service.running(prepared, account_of(request)) as run:
         return await respond(request, run, answer)
+
+
+async def create_response(request: web.Request) -> web.StreamResponse:
+    """Answer one request for a response. Nothing of it is stored."""
+    service = request.app[SERVICE]
+    wire = read_request(request, ResponsesRequest)
+    prepared, answer = await prepare_response(service, await wire)
+    async with service.running(prepared, account_of(request)) as run:
+        if run.generation.stream:
+            return await respond_with(request, run, ResponseEvents(service, run, answer))
+        return await respond_whole(request, run, answer)
 
 
 async def chat_batch(request: web.Request) -> web.StreamResponse:

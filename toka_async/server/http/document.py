@@ -43,7 +43,7 @@ class Operation:
 
     name: unique. body: the JSON request. needs_body: false where it may be missing. form: the schema of a request that
     is a form. answer: a 200's Struct, as JSON, or a media type. is_list: it may be a list of such Structs too. refusal:
-    a 400's Struct, besides the error that all have. event: a streamed 200's. query: parameters and their schemas.
+    a 400's Struct, besides the error that all have. event: those of a streamed 200. query: parameters, their schemas.
     statuses: of errors, besides those that every operation can have. empty: statuses of answers without a body.
     """
 
@@ -55,7 +55,7 @@ class Operation:
     form: Schema | None = None
     is_list: bool = False
     refusal: type[msgspec.Struct] | None = None
-    event: type[msgspec.Struct] | None = None
+    event: Sequence[type[msgspec.Struct]] = ()
     query: Mapping[str, Schema] | None = None
     statuses: tuple[int, ...] = ()
     empty: tuple[int, ...] = ()
@@ -85,7 +85,7 @@ def build_document(operations: Mapping[tuple[str, str], Operation], facts: Facts
             described["security"] = []
         paths.setdefault(strip_patterns(path), {})[method.lower()] = described
     bodies = [each.body for each in operations.values() if each.body is not None]
-    given = [kind for each in operations.values() for kind in (each.answer, each.event, each.refusal)]
+    given = [kind for each in operations.values() for kind in (each.answer, *each.event, each.refusal)]
     answers = [kind for kind in (*given, ErrorResponse) if isinstance(kind, type)]
     schemas = request_schemas(bodies, facts.model, facts.limits) | response_schemas(answers)
     made: dict[str, Any] = {
@@ -135,7 +135,7 @@ def build_responses(operation: Operation, errors: Iterable[int]) -> dict[str, An
         one = refer_to(operation.answer)
         schema = {"anyOf": [one, {"type": "array", "items": one}]} if operation.is_list else one
         content[JSON] = {"schema": schema}
-    if operation.event is not None:
+    if operation.event:
         content[EVENTS] = {"schema": event_schema(operation.event)}
     good = {"200": {"description": "OK", "content": content}}
     empty = {str(status): {"description": HTTPStatus(status).phrase} for status in operation.empty}
@@ -146,9 +146,9 @@ def build_responses(operation: Operation, errors: Iterable[int]) -> dict[str, An
     return made
 
 
-def event_schema(kind: type[msgspec.Struct]) -> Schema:
-    """Returns the schema of an event; the last event is [DONE], or an error."""
-    payload = {"anyOf": [refer_to(kind), refer_to(ErrorResponse)]}
+def event_schema(kinds: Iterable[type[msgspec.Struct]]) -> Schema:
+    """Returns the schema of an event; the last event is an error, or [DONE] where events have no names."""
+    payload = {"anyOf": [*map(refer_to, kinds), refer_to(ErrorResponse)]}
     data = {"type": "string", "contentMediaType": JSON, "contentSchema": payload}
     return {
         "description": "Each event.",

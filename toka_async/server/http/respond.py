@@ -12,15 +12,14 @@ from aiohttp import web
 
 from toka_async.server.access.errors import as_api_error
 from toka_async.server.engine.request_group import EngineStoppedError, RequestFailedError
-from toka_async.server.generate.answers import Answer, run_usage
-from toka_async.server.generate.events import ENCODER, StreamEvents, event
+from toka_async.server.generate.answers import Answer, WholeAnswer
+from toka_async.server.generate.events import ENCODER, EventSource, StreamEvents
 from toka_async.server.generate.service import Run, Service
 from toka_async.server.generate.whole_body import whole_body
 from toka_async.server.http.receive import give_back_room
 
 SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
 GRACE = 5.0  # seconds for the end of a stream that has taken too long
-DONE = b"data: [DONE]\n\n"
 
 
 def json_response(body: msgspec.Struct, status: int = 200) -> web.Response:
@@ -29,11 +28,20 @@ def json_response(body: msgspec.Struct, status: int = 200) -> web.Response:
 
 async def respond(request: web.Request, run: Run, answer: Answer) -> web.StreamResponse:
     """Waits for the samples, or sends what they say as they say it. The body is nowhere any more."""
-    give_back_room(request)
     if run.generation.stream:
-        return await stream_in_time(request, EventStream(request, run, answer))
+        return await respond_with(request, run, StreamEvents(request.app[SERVICE], run, answer))
+    return await respond_whole(request, run, answer)
+
+
+async def respond_whole(request: web.Request, run: Run, answer: WholeAnswer) -> web.StreamResponse:
+    give_back_room(request)
     body, _ = await whole_body(request.app[SERVICE], run, answer)
     return web.Response(body=body, content_type="application/json")
+
+
+async def respond_with(request: web.Request, run: Run, events: EventSource) -> web.StreamResponse:
+    give_back_room(request)
+    return await stream_in_time(request, EventStream(request, run, events))
 
 
 async def stream_in_time(request: web.Request, stream: EventStream) -> web.StreamResponse:
@@ -61,11 +69,10 @@ class EventStream:
     tokens take as integers; what came meanwhile goes out as one chunk a sample.
     """
 
-    def __init__(self, request: web.Request, run: Run, answer: Answer) -> None:
+    def __init__(self, request: web.Request, run: Run, events: EventSource) -> None:
         self._request = request
         self._run = run
-        self._answer = answer
-        self._events = StreamEvents(request.app[SERVICE], run, answer)
+        self._events = events
 
     async def send(self) -> web.StreamResponse:
         """Sends everything. An error before the first event is an ordinary error response, later one an event."""
@@ -77,10 +84,9 @@ class EventStream:
             await response.write(events.take(block))
             while events.num_open:
                 await response.write(events.take(await group.news(events.most_tokens)))
-            if self._run.generation.include_usage:
-                await response.write(event(self._answer.last(run_usage(self._run, events.num_tokens))))
-            await response.write(DONE)
+            if end := events.finish():
+                await response.write(end)
         except (RequestFailedError, EngineStoppedError) as error:
-            await response.write(event(as_api_error(error).response()))
+            await response.write(events.fail(as_api_error(error).response()))
         await response.write_eof()
         return response

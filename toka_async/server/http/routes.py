@@ -41,10 +41,12 @@ from toka_async.server.access.errors import Handler, make_error_response
 from toka_async.server.access.guard import GUARD, note_sender
 from toka_async.server.engine.load import ServerLoad
 from toka_async.server.http import batch_routes, files, info
-from toka_async.server.http.completions import chat_batch, chat_completions, completions
+from toka_async.server.http.completions import chat_batch, chat_completions, completions, create_response
 from toka_async.server.http.document import JSON, Facts, Operation, build_document
 from toka_async.server.http.receive import check_length
 from toka_async.server.http.respond import SERVICE
+from toka_async.server.responses.objects import EVENTS, ResponseObject
+from toka_async.server.responses.requests import ResponsesRequest
 
 OF_GENERATION = (404, 429, 504)  # another model; a limit is reached; limits.request_timeout
 OF_FILES = (404,)  # no such file or batch, or no server.data_dir
@@ -84,7 +86,7 @@ ROUTES: Routes = {
             summary="Samples that go on with one or many prompts",
             body=CompletionRequest,
             answer=Completion,
-            event=Completion,
+            event=(Completion,),
             statuses=OF_GENERATION,
         ),
     ),
@@ -95,7 +97,7 @@ ROUTES: Routes = {
             summary="Samples of the answer in a conversation",
             body=ChatRequest,
             answer=ChatCompletion,
-            event=ChatChunk,
+            event=(ChatChunk,),
             statuses=OF_GENERATION,
         ),
     ),
@@ -106,6 +108,17 @@ ROUTES: Routes = {
             summary="Samples of the answers in many conversations: choices in their order, n of each",
             body=ChatBatchRequest,
             answer=ChatCompletion,
+            statuses=OF_GENERATION,
+        ),
+    ),
+    ("POST", "/v1/responses"): (
+        create_response,
+        Operation(
+            name="createResponse",
+            summary="The answer in a conversation, as items; nothing is stored",
+            body=ResponsesRequest,
+            answer=ResponseObject,
+            event=EVENTS,
             statuses=OF_GENERATION,
         ),
     ),

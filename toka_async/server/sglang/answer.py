@@ -62,15 +62,15 @@ class SglangAnswer:
     def first(self, run: Run, prompt: int, sample: int) -> None:
         del run, prompt, sample  # no event comes before a sample's tokens
 
-    def chunk(
+    def chunks(
         self, run: Run, prompt: int, sample: int, piece: Piece, reason: Reason, stop: str | int | None
-    ) -> SglangSample:
+    ) -> list[SglangSample]:
         row = prompt * run.generation.n + sample
         text, rows = self.so_far.get(row, ("", None))
         text, rows = text + piece.text, piece.rows if rows is None else concat_rows([rows, piece.rows])
         self.so_far[row] = text, rows
         made = self.sample(run, prompt, sample, text, rows, reason, stop, self.prompt_logs(run, prompt))
-        return made if self.is_one else replace(made, index=row)
+        return [made if self.is_one else replace(made, index=row)]
 
     def with_prompt(self, chunk: SglangSample, run: Run, prompt: int) -> SglangSample:
         del run, prompt  # each chunk has them

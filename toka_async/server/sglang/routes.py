@@ -27,7 +27,7 @@ ROUTES: Routes = {
             body=SglangRequest,
             answer=SglangSample,
             is_list=True,
-            event=SglangSample,
+            event=(SglangSample,),
             statuses=OF_GENERATION,
         ),
     ),

@@ -21,7 +21,7 @@ ROUTES: Routes = {
             summary="Token ids that follow a prompt of token ids, as vLLM's",
             body=TokensRequest,
             answer=GeneratedTokens,
-            event=GeneratedTokensChunk,
+            event=(GeneratedTokensChunk,),
             statuses=OF_GENERATION,
         ),
     ),

@@ -150,11 +150,11 @@ class TokensAnswer:
     def first(self, run: Run, prompt: int, sample: int) -> None:
         del run, prompt, sample  # no event comes before a sample's tokens
 
-    def chunk(
+    def chunks(
         self, run: Run, prompt: int, sample: int, piece: Piece, reason: Reason, stop: str | int | None
-    ) -> GeneratedTokensChunk:
+    ) -> list[GeneratedTokensChunk]:
         assert prompt == 0, "a request has one prompt"
-        return self.tokens_chunk([self.choice(run, sample, piece, reason, stop)])
+        return [self.tokens_chunk([self.choice(run, sample, piece, reason, stop)])]
 
     def with_prompt(self, chunk: GeneratedTokensChunk, run: Run, prompt: int) -> GeneratedTokensChunk:
         if not self.prompt_is_due:

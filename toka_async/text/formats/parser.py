@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -31,16 +31,34 @@ class Call:
     arguments: str
 
 
+Part = tuple[Literal["reasoning", "content"], str] | Call
+
+
 @dataclass(slots=True)
 class Parsed:
-    """What a piece of text adds to an answer, or all of it."""
+    """What a piece of text adds to an answer, or all of it. parts: the same, in the order in which it was written."""
 
     reasoning: str = ""
     content: str = ""
     calls: list[Call] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list, compare=False)
 
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content or self.calls)
+
+    def add_reasoning(self, text: str) -> None:
+        if text:
+            self.reasoning += text
+            self.parts.append(("reasoning", text))
+
+    def add_content(self, text: str) -> None:
+        if text:
+            self.content += text
+            self.parts.append(("content", text))
+
+    def add_calls(self, calls: list[Call]) -> None:
+        self.calls += calls
+        self.parts += calls
 
 
 class ResponseParser:
@@ -190,9 +208,9 @@ class ResponseParser:
             self._escape = "\\" if rest.endswith("\\") else ""
             self._in_string ^= bool(rest.count('"') & 1)
         elif region.is_reasoning:
-            self._parsed.reasoning += self._reasoning.push(text) if self._keeps_reasoning else ""
+            self._parsed.add_reasoning(self._reasoning.push(text) if self._keeps_reasoning else "")
         else:
-            self._parsed.content += self._content.push(text)
+            self._parsed.add_content(self._content.push(text))
 
     def _close(self) -> None:
         region, self._region = self._region, None
@@ -201,10 +219,10 @@ class ResponseParser:
         try:
             calls = self._read_region(region)
         except ValueError:
-            self._parsed.content += self._content.push("".join(self._raw))
+            self._parsed.add_content(self._content.push("".join(self._raw)))
             return
         most = len(calls) if self._most_calls is None else self._most_calls - self.num_calls
-        self._parsed.calls += calls[:most]
+        self._parsed.add_calls(calls[:most])
         self.num_calls += len(calls[:most])
 
     def _read_region(self, region: Region) -> list[Call]:

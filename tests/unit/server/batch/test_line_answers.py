@@ -83,6 +83,18 @@ async def test_a_line_is_asked_again_when_the_engine_is_back(lines: Lines) -> No
     assert lines.accounts.window.in_flight == lines.account.num_requests == 0
 
 
+async def test_lines_may_ask_for_responses(lines: Lines) -> None:
+    body = {"input": "hi", "max_output_tokens": 2}
+    raw = {"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": body}
+    line: Any = await lines.answers.prepare(RECORD, msgspec.json.encode(raw))
+    await line.enter()
+    answered = await lines.step_until_done(asyncio.create_task(line.answer()))
+    answer = msgspec.json.decode(answered.body)
+    assert (answered.status, answered.output_tokens) == (200, 2)
+    assert (answer["object"], answer["status"], answer["usage"]["output_tokens"]) == ("response", "incomplete", 2)
+    line.leave()
+
+
 async def test_a_line_with_which_the_engine_stops_again_and_again_has_failed(lines: Lines) -> None:
     line = await lines.prepare()
     await line.enter()

@@ -12,21 +12,11 @@ import pytest
 import tokenizers
 
 from tests.cases.tokenizers import NAMES, byte_level
-from tests.drivers.web_server import NAME, WebServer, web_server
-from tests.fakes.scheduler import FakeScheduler
-from toka_async.arrays import as_i32
+from tests.drivers.answering import CALL, TEMPLATE, answering, prompt
+from tests.drivers.web_server import NAME, WebServer
 from toka_async.text.tokenizer import Tokenizer
 
 PATH = "/v1/chat/completions"
-TEMPLATE = (
-    '{% if tools %}{{ tools | tojson }}\n<tool_call> "arguments"{% endif %}'
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
-    "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}"
-    "\n{% endfor %}{% if add_generation_prompt %}<assistant>{% if thinks %}<think>\n{% endif %}{% endif %}"
-)
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
-OTHER = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
-ANSWER = f"<think>\nLet me see.\n</think>\n\nI look.\n{CALL}\n{OTHER}"
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: list[Any] = [
@@ -38,26 +28,9 @@ STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
 
 
 @asynccontextmanager
-async def answering(
-    text: str = ANSWER, template: str = TEMPLATE, tokenizer: Tokenizer | None = None, **config: Any
-) -> AsyncIterator[WebServer]:
-    """A server whose model says this."""
-    tokenizer = tokenizer or byte_level()
-    ids, end = tokenizer.encode(text), tokenizer.eos_token_id
-    assert end is not None
-    script = FakeScheduler(lambda _submit, _sample: [*ids, *[end] * 400])
-    async with web_server(script, tokenizer, template, **config) as running:
-        yield running
-
-
-@asynccontextmanager
 async def client_of(server: WebServer) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as made:
         yield made
-
-
-def prompt(server: WebServer) -> str:
-    return server.tokenizer.decode(as_i32(server.scheduler.submits[-1].prompt).tolist(), skip_special_tokens=False)
 
 
 async def test_whole() -> None:
@@ -96,6 +69,20 @@ async def test_streamed_samples_are_whole_ones(fields: dict[str, Any]) -> None:
         assert next(iter(choice.message.tool_calls or ())).function.arguments == '{"city":"Köln"}'
     done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
     assert len(done) == 6
+
+
+async def test_a_call_that_is_known_at_the_end_alone_is_a_delta_before_it() -> None:
+    """OpenAI's client drops its event of a call that comes in one chunk with the finish reason."""
+    text = '{"name": "weather", "parameters": {"city": "Bonn"}}'
+    async with answering(text, tool_format="llama3_json") as server, client_of(server) as client:
+        asked: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "tools": TOOLS, "stop": ["}}"]}
+        asked |= {"extra_body": {"include_stop_str_in_output": True}}
+        async with client.chat.completions.stream(**asked) as stream:
+            events = [event async for event in stream]
+            answer = await stream.get_final_completion()
+    done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert [event.arguments for event in done] == ['{"city":"Bonn"}']
+    assert answer.choices[0].finish_reason == "tool_calls"
 
 
 async def test_deltas_of_calls_are_whole() -> None:

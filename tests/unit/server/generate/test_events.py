@@ -100,7 +100,7 @@ def plain_events(
         if piece.stop is not None:
             reason, stop, streams[sample] = Reason.STOP_STRING, piece.stop, None
         if reason or piece.text or (generation.return_token_ids and len(piece.rows)):
-            made.append((sample, answer.chunk(run, 0, sample, piece, reason, stop)))
+            made += [(sample, each) for each in answer.chunks(run, 0, sample, piece, reason, stop)]
         for each, chunk in made:
             if chunk is not None:
                 events.append(event(answer.with_prompt(chunk, run, 0) if each in due else chunk))

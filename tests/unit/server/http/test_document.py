@@ -26,6 +26,13 @@ from toka_async.server.access.keys import Key, Keys, digest_key
 from toka_async.server.http.document import strip_patterns
 from toka_async.server.http.routes import ROUTES, Routes
 from toka_async.server.page.page import STATE
+from toka_async.server.responses.requests import (
+    OfferedFunction,
+    ReasoningConfig,
+    ResponsesRequest,
+    ResponseStreamOptions,
+    TextConfig,
+)
 from toka_async.server.sglang import routes as sglang
 from toka_async.server.sglang.control import SglangAbort, SglangPause
 from toka_async.server.sglang.requests import SglangRequest, SglangSampling
@@ -135,6 +142,10 @@ async def test_the_limits_are_the_models(document: dict[str, Any]) -> None:
         ("/v1/chat/completions", {"messages": CHAT, "stream": True}, {"messages": []}),
         ("/v1/chat/completions/batch", {"messages": [CHAT, CHAT]}, {"messages": CHAT}),
         ("/v1/chat/completions/batch", {"messages": [CHAT], "stream": False}, {"messages": [CHAT], "stream": True}),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 9}, {"input": []}),
+        ("/v1/responses", {"input": [{"role": "user", "content": "x", "id": None}]}, {"input": [{"type": "mcp_call"}]}),
+        ("/v1/responses", {"input": CHAT, "store": False}, {"input": CHAT, "conversation": "c"}),
+        ("/v1/responses", {"input": "x", "tool_choice": "auto"}, {"input": "x", "tool_choice": {"type": "function"}}),
         ("/inference/v1/generate", {"token_ids": [399], "sampling_params": {}}, {"token_ids": [5]}),
         (
             "/inference/v1/generate",
@@ -161,6 +172,7 @@ async def test_bodies(server: WebServer, document: dict[str, Any], path: str, go
 EVENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # a whole answer's body, and what a stream's has besides
     "/v1/completions": ({"prompt": "x"}, {"logprobs": 1, "n": 2, "max_tokens": 4}),
     "/v1/chat/completions": ({"messages": CHAT}, {"logprobs": True, "n": 2, "max_tokens": 4}),
+    "/v1/responses": ({"input": "x"}, {"include": ["message.output_text.logprobs"], "max_output_tokens": 4}),
     "/inference/v1/generate": (
         {"token_ids": [5, 6], "sampling_params": {"n": 2, "logprobs": 1, "max_tokens": 4}},
         {"return_token_ids": True, "stream_options": {"include_usage": True, "include_obfuscation": True}},
@@ -231,6 +243,11 @@ async def test_it_needs_to_know_the_model() -> None:
 def test_the_guide_names_every_route_and_field() -> None:
     structs = (CompletionRequest, ChatBatchRequest, TokenizeRequest, DetokenizeRequest, StreamOptions)
     check_guide("API.md", ROUTES, *structs)
+
+
+def test_the_guide_to_responses_names_every_field() -> None:
+    structs = (ResponsesRequest, TextConfig, ReasoningConfig, ResponseStreamOptions, OfferedFunction)
+    check_guide("RESPONSES.md", {}, *structs)
 
 
 def test_the_guide_for_trainers_names_every_route_and_field() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -243,6 +244,22 @@ def test_a_call_is_given_when_it_closes_and_content_as_it_comes() -> None:
     assert parser.push("b") == Parsed(content=" <b")
     assert not parser.push(CALL[:-1])
     assert parser.push(CALL[-1]) == Parsed(calls=[Call("f", '{"a":1}')])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_parts_are_in_the_order_in_which_they_were_written(seed: int) -> None:
+    text = f"<think>hm</think>\nIt is {CALL}{CALL} so {CALL[:-1]}"
+    parser, runs = MADE["hermes"].start(TOOLS, None, True, ""), list[Any]()
+    places = [0, *sorted(draw_cuts(Random(seed), len(text))), len(text)]
+    for start, end in pairwise(places):
+        for part in parser.push(text[start:end], is_end=end == len(text)).parts:
+            last = runs[-1] if runs else None
+            if isinstance(part, tuple) and isinstance(last, tuple) and part[0] == last[0]:
+                runs[-1] = (part[0], last[1] + part[1])
+            else:
+                runs.append(part)
+    call = Call("f", '{"a":1}')
+    assert runs == [("reasoning", "hm"), ("content", "It is"), call, call, ("content", f"  so {CALL[:-1]}")]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API, stateless, as a translation over chats."""
