@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from toka_async.checkpoint.attention_spec import HeadNormSpec
-from toka_async.checkpoint.experts_spec import ExpertNames
+from toka_async.checkpoint.experts_spec import CLAMPED_SWIGLU, ExpertNames
 from toka_async.checkpoint.layer_spec import NormNames
 from toka_async.checkpoint.rope_spec import RopeDefaults
 
@@ -31,7 +31,8 @@ class ExpertsFamily(msgspec.Struct, frozen=True, kw_only=True):
 
     inner_field: names their inner size. renormalizes: None: norm_topk_prob says, or renormalizes_unsaid where it is
     absent. in_all_layers: otherwise decoder_sparse_step and mlp_only_layers say in which. shared: the inner size of an
-    expert of all tokens, unless shared_expert_intermediate_size names it; 0: there is none.
+    expert of all tokens, unless shared_expert_intermediate_size names it; 0: there is none. activation: whatever
+    hidden_act says; None: as that says.
     """
 
     names: ExpertNames
@@ -41,6 +42,8 @@ class ExpertsFamily(msgspec.Struct, frozen=True, kw_only=True):
     inner: int
     renormalizes: bool | None
     in_all_layers: bool
+    activation: str | None = None
+    bias: bool = False
     renormalizes_unsaid: bool = False
     shared: int = 0
 
@@ -94,6 +97,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     rope: RopeDefaults = RopeDefaults()
     ropes_by_type: bool = False
     skips_ropes: bool = False
+    sinks: bool = False
     windows: Windows = "none"
     window: int = 4096  # where none is named; 0: none
     period: int = 0
@@ -212,6 +216,38 @@ FAMILIES: dict[str, Family] = {
             inner=14336,
             renormalizes=True,
             in_all_layers=True,
+        ),
+    ),
+    "gpt_oss": Family(
+        max_positions=131072,
+        num_kv_heads=8,
+        head_dim=64,
+        qkv_bias=True,
+        output_bias=True,
+        norm_eps=1e-5,
+        rope=RopeDefaults(
+            theta=150000.0,
+            scaling={
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "truncate": False,
+            },
+        ),
+        sinks=True,
+        windows="by_type",
+        window=128,
+        period=2,
+        experts=ExpertsFamily(
+            names=ExpertNames(router="mlp.router", gate_up="gate_up_proj", down="down_proj"),
+            num_experts=128,
+            top_k=4,
+            inner_field="intermediate_size",
+            inner=2880,
+            renormalizes=True,
+            in_all_layers=True,
+            activation=CLAMPED_SWIGLU,
+            bias=True,
         ),
     ),
     "olmo2": Family(

@@ -17,8 +17,8 @@ from toka_async.model.layers import HeadNorm, InputNorm, ProjectionNorm
 from toka_async.model.matrices.build import build_matrix
 from toka_async.model.matrices.matrix import MatrixUse
 from toka_async.model.matrices.ops import Ops
-from toka_async.model.matrices.part import WeightPart
-from toka_async.model.matrices.share import share_units
+from toka_async.model.matrices.part import WeightPart, make_unset
+from toka_async.model.matrices.share import share_of, share_units
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -36,6 +36,8 @@ class Attention(nn.Module):
         self.head_norm, self.projection_norm = _build_norms(attention, qkv, spec.norm.eps, comm)
         self.output = build_matrix(output, comm, ops)
         self.num_gates = self.output.shape[1] if attention.gated else 0
+        self.own_heads = share_of(attention.num_heads, comm)
+        self.sinks = make_unset(self.own_heads.size) if attention.sinks else None
 
     def forward(
         self,
@@ -54,7 +56,7 @@ class Attention(nn.Module):
         if self.projection_norm is not None:
             heads = self.projection_norm(heads)
         head_norm = self.head_norm() if self.head_norm is not None else None
-        mixed = backend.attend(self.index, heads, rotation, head_norm).flatten(1)
+        mixed = backend.attend(self.index, heads, rotation, head_norm, self.sinks).flatten(1)
         if self.num_gates:
             mixed = mixed * torch.sigmoid(projected[:, : self.num_gates])
         return mixed, residual
@@ -68,6 +70,8 @@ class Attention(nn.Module):
         norm = self.head_norm or self.projection_norm
         if norm is not None:
             yield from norm.parts()
+        if self.sinks is not None:
+            yield "self_attn.sinks", WeightPart(self.sinks.data, (self.own_heads,))
 
 
 def _build_norms(

@@ -476,6 +476,7 @@ class RunnerFactory:
                 choose=choose,
                 with_flashinfer=with_flashinfer,
                 show=show,
+                has_sinks=spec.attention.sinks,
             )
         num_snapshots = resolve_num_snapshots(self.config.cache, self.spec, limits.max_seqs)
         states = build_states(spec, limits.max_seqs, num_snapshots, self.dtype, self.device, can_sleep)

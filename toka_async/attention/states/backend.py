@@ -23,9 +23,14 @@ class StateBackend:
         self.states.plan(batch)
 
     def attend(
-        self, layer: int, heads: Tensor, rotation: tuple[Tensor, Tensor], norm: QueryKeyNorm | None = None
+        self,
+        layer: int,
+        heads: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        norm: QueryKeyNorm | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        return self.attention.attend(layer, heads, rotation, norm)
+        return self.attention.attend(layer, heads, rotation, norm, sinks)
 
     def plan_graph(self, batch: AttentionBatch, grouped: bool) -> None:
         assert self.graphs is not None
