@@ -206,7 +206,7 @@ def test_the_parser_of_transformers_says_the_same(
 
 
 @pytest.mark.parametrize(("name", "template"), [("hermes", QWEN), ("qwen3_coder", QWEN35)])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(answer=answers(), seed=st.integers(0, 99))
 def test_what_models_write_is_read_as_by_transformers(
     name: str, template: dict[str, Any], answer: Answer, seed: int
