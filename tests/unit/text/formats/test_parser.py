@@ -220,7 +220,7 @@ def test_what_models_write_is_read_as_by_transformers(
         answer = Answer(answer.reasoning, answer.content)
     text, random, prefix = write_answer(name, answer), Random(seed), "user <|im_start|>assistant\n"
     properties = {"a": {"type": "integer"}}
-    tools = [
+    tools: list[Any] = [
         {"type": "function", "function": {"name": each, "parameters": {"type": "object", "properties": properties}}}
         for each in answer.tools
     ]
