@@ -68,7 +68,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, tag="attention", kw_only=True):
         """Names what tensor ranks divide."""
         return f"{self.num_heads} heads, {self.num_kv_heads} KV heads"
 
-    def list_matrices(self, hidden_size: int, format: str) -> tuple[MatrixSpec, MatrixSpec]:
+    def list_matrices(self, hidden_size: int, format: str) -> tuple[MatrixSpec, ...]:
         """Returns query, key and value as one, and the output."""
         queries, keys = Units(self.num_heads, self.head_dim), Units(self.num_kv_heads, self.head_dim)
         hidden = Units(hidden_size)

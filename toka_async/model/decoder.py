@@ -9,6 +9,7 @@ their `ModelSpec`.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -159,6 +160,16 @@ class Decoder(nn.Module):
             yield "model.norm.weight", self.norm.part()
         if self.head is not None and self.head is not self.embedding:
             yield from self.head.parts()
+
+    def find_part(self, name: str) -> str:
+        """See `RankModel`."""
+        return name
+
+    def needs_place(self, name: str) -> bool:
+        """Tells whether a checkpoint's tensor is in the layers; others (a tied or value head) are harmless."""
+        match = re.match(r"model\.layers\.(\d+)\.", name)
+        is_own = match is not None and self.part.first <= int(match[1]) < self.part.last
+        return is_own and not name.endswith("rotary_emb.inv_freq")
 
 
 class Layer(nn.Module):

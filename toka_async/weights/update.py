@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from toka_async.checkpoint.json_file import ModelError
-from toka_async.model.decoder import Decoder
 from toka_async.model.matrices.part import WeightPart
+from toka_async.model.rank_model import RankModel
 from toka_async.model.weights import check_tensors, load_tensors
 from toka_async.transfer.tensors import TensorInfo
 from toka_async.weights.catalog import UpdateError, WeightCatalog
@@ -23,7 +23,7 @@ from toka_async.weights.catalog import UpdateError, WeightCatalog
 class WeightUpdate:
     """One update. written: names of the tensors that have come, whether the rank has a part of them or not."""
 
-    def __init__(self, decoder: Decoder, parts: Mapping[str, WeightPart], catalog: WeightCatalog) -> None:
+    def __init__(self, decoder: RankModel, parts: Mapping[str, WeightPart], catalog: WeightCatalog) -> None:
         self.written: set[str] = set()
         self._decoder = decoder
         self._parts = parts
