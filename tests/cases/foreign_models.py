@@ -36,6 +36,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "opt": {"num_key_value_heads": None, "intermediate_size": None, "ffn_dim": 72, "word_embed_proj_dim": 48},
     "nemotron": {"head_dim": 8},
+    "gemma2": {"head_dim": 8, "sliding_window": 20, "attn_logit_softcapping": 2.0},
     "qwen2_moe": {
         "num_experts": 4,
         "num_experts_per_tok": 2,

@@ -26,10 +26,13 @@ from toka_async.messages import TokenSampling
 NUM_TOKENS = 30  # of each answer
 TIE = 1e-3  # the reference's own two best logits, where a different token is no error
 LOGPROBS = TokenSampling(temperature=0.0, num_logprobs=1, num_prompt_logprobs=1)
-FAMILIES = (
-    *("starcoder2", "stablelm", "cohere", "gpt_neox", "olmo", "nemotron", "persimmon", "gpt2", "opt"),
-    *("qwen2_moe", "deepseek_v3"),
-)
+FAMILIES = [
+    *("starcoder2", "cohere", "gpt_neox", "nemotron", "qwen2_moe", "deepseek_v3"),
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("stablelm", "olmo", "persimmon", "gpt2", "opt", "gemma2")
+    ),
+]
 
 
 @dataclass(slots=True)

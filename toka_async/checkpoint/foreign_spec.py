@@ -15,7 +15,7 @@ class ForeignAttentionSpec(AttentionSpec, frozen=True, tag="foreign_attention", 
     """Attention whose projections, norms and rotation are the library's, so that ours takes what it makes of them.
 
     module: the name of what attends, in the library's model. value_dim: of a value head, which is filled up to
-    head_dim. factor: of queries, whose scores are scaled as usual by head_dim ** -0.5. divides: tensor ranks divide the
+    head_dim. factor: of queries, where a layer's scale is not that of the others. divides: tensor ranks divide the
     heads; otherwise each has all of them. num_others: the layer's parameters beside its matrices.
     """
 

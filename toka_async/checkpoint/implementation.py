@@ -13,11 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from toka_async.checkpoint.families import FAMILIES
+from toka_async.checkpoint.families import FAMILIES, TEXT_PARTS
 from toka_async.checkpoint.json_file import JsonFile, ModelError
 from toka_async.checkpoint.spec import ModelSpec, read_spec
 from toka_async.config import ModelConfig, ParallelConfig
 
+NATIVE = frozenset({*FAMILIES, *TEXT_PARTS})  # of `model_type`
 INSTALL = "pip install 'toka-async[transformers]'"
 PACKAGE = Path(__file__).parents[1]
 MODULE = "toka_async.transformers"
@@ -72,12 +73,12 @@ def choose_implementation(model_dir: Path, model: ModelConfig) -> str:
     if model.impl != "auto":
         return model.impl
     name = JsonFile(model_dir / "config.json").text("model_type")
-    if name in FAMILIES:
+    if name in NATIVE:
         return "native"
     if find_spec("transformers") is None:
         raise ModelError(
             f"{model_dir / 'config.json'}: model_type {name!r} is not supported natively (supported: "
-            f"{', '.join(sorted(FAMILIES))}); others can run through transformers: {INSTALL}"
+            f"{', '.join(sorted(NATIVE))}); others can run through transformers: {INSTALL}"
         )
     return "transformers"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 
 from toka_async.checkpoint.cost import count_stage_bytes
-from toka_async.checkpoint.families import FAMILIES
 from toka_async.checkpoint.hub import resolve_model
 from toka_async.checkpoint.implementation import (
+    NATIVE,
     Architecture,
     LibraryQuestion,
     ask_library,
@@ -57,12 +57,12 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def list_models() -> RunnableModels:
     """Asks the library if it is installed, which takes some seconds."""
-    native = tuple(sorted(FAMILIES))
+    native = tuple(sorted(NATIVE))
     try:
         found = ask_library(LibraryQuestion()).architectures
     except ModelError as error:
         return RunnableModels(native, problem=str(error))
-    return RunnableModels(native, tuple(each for each in found if each.model_type not in FAMILIES))
+    return RunnableModels(native, tuple(each for each in found if each.model_type not in NATIVE))
 
 
 def report_model(config: Config) -> ModelReport:

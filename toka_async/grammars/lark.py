@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 GUIDANCE = "x-guidance"  # key at a schema's top level with options of llguidance, which precede ours
-# A model could write blanks for ever. So many in a row are as many as anybody indents by.
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+# A model could write blanks for ever. These are those that a document needs, in one line or indented.
+WHITESPACE = r"\x20|\x0A[\x20\x09]{0,20}"
 
 
 class GrammarError(ValueError):

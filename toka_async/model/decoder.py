@@ -22,6 +22,7 @@ from toka_async.attention.base import AttentionBackend
 from toka_async.attention.rope import Rope
 from toka_async.checkpoint.attention_spec import AttentionSpec
 from toka_async.checkpoint.division import StagePart, all_layers
+from toka_async.checkpoint.names import find_text_name, is_of_other_part
 from toka_async.checkpoint.rope_spec import RopeSpec
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.model.activation_layout import ActivationLayout, LayoutPolicy, Replicated
@@ -65,7 +66,8 @@ class Decoder(nn.Module):
             soft_cap=spec.logits_soft_cap,
         )
         self.embedding = make_vocabulary(spec.embedding_matrix) if part.is_first else None
-        self.embedding_scale = spec.embedding_scale
+        # Rounded as the weights are, like the models that have one were trained.
+        self.embedding_scale = torch.tensor(spec.embedding_scale, device="cpu").item()
         turns = [_find_turn(spec, number) for number in range(part.first, part.last)]
         ropes = list(dict.fromkeys(turns))
         self.ropes = nn.ModuleList(Rope(rope, dim, ops.compute_rotation) for rope, dim in ropes)
@@ -163,13 +165,13 @@ class Decoder(nn.Module):
 
     def find_part(self, name: str) -> str:
         """See `RankModel`."""
-        return name
+        return find_text_name(name)
 
     def needs_place(self, name: str) -> bool:
         """Tells whether a checkpoint's tensor is in the layers; others (a tied or value head) are harmless."""
-        match = re.match(r"model\.layers\.(\d+)\.", name)
+        match = re.match(r"model\.layers\.(\d+)\.", find_text_name(name))
         is_own = match is not None and self.part.first <= int(match[1]) < self.part.last
-        return is_own and not name.endswith("rotary_emb.inv_freq")
+        return is_own and not name.endswith("rotary_emb.inv_freq") and not is_of_other_part(name)
 
 
 class Layer(nn.Module):

@@ -72,12 +72,12 @@ def random_weights(decoder: RankModel, seed: int, show: Show = show_nothing) -> 
             continue
         generator = torch.Generator(part.target.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         is_float = part.target.itemsize > 1  # there are no random numbers of 8 bits
-        if is_float and part.is_whole and part.store is None:
+        if is_float and part.is_whole and part.store is None and part.order is None:
             part.target.normal_(0.0, 0.02, generator=generator)
             continue
         dtype = part.target.dtype if is_float else torch.float32
         numbers = part.target.new_empty(part.shape, dtype=dtype).normal_(0.0, 0.02, generator=generator)
-        part.write(numbers[part.indices])
+        part.write(part.cut(numbers))
 
 
 @torch.inference_mode()
@@ -169,7 +169,7 @@ def _open_tensors(
                     name = decoder.find_part(stored)
                     if name in parts:
                         yield path, name, file.get_slice(stored)
-                    elif decoder.needs_place(name) and parse_scale_name(name) is None:  # those are of the cache
+                    elif decoder.needs_place(stored) and parse_scale_name(name) is None:  # those are of the cache
                         raise ModelError(f"{path}: tensor {name} has no place in the model that config.json describes")
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: is not a readable safetensors file ({error}); download it again") from None
@@ -177,8 +177,7 @@ def _open_tensors(
 
 def _read(path: Path, name: str, part: WeightPart, tensor: Any) -> Tensor:
     _check(path, name, part, tensor)
-    values: Tensor = tensor[part.indices]
-    return values
+    return part.cut(tensor)
 
 
 def _check(path: Path, name: str, part: WeightPart, tensor: Any) -> None:

@@ -54,7 +54,10 @@ def describe(model_dir: Path, trust_remote_code: bool, tp: int = 1, pp: int = 1)
         hidden_size=config.hidden_size,
         norm=NormSpec(0.0),
         tie_embeddings=tied,
-        layers=tuple(_describe_layer(config, name, call, own, layer, division, tp) for name, call, own, layer in parts),
+        layers=tuple(
+            _describe_layer(config, name, call, own, calls[0].scale, layer, division, tp)
+            for name, call, own, layer in parts
+        ),
         max_context=_find_max_context(config),
         dtype=_name_dtype(config),
         bos_token_id=config.bos_token_id,
@@ -64,9 +67,16 @@ def describe(model_dir: Path, trust_remote_code: bool, tp: int = 1, pp: int = 1)
 
 
 def _describe_layer(
-    config: Any, name: str, call: AttentionCall, own: AttentionCall, layer: nn.Module, division: Division, tp: int
+    config: Any,
+    name: str,
+    call: AttentionCall,
+    own: AttentionCall,
+    scale: float,
+    layer: nn.Module,
+    division: Division,
+    tp: int,
 ) -> LayerSpec:
-    """own: the call of a rank of `tp`, whose heads may be a part of those of `call`."""
+    """own: the call of a rank of `tp`, whose heads may be a part of those of `call`. scale: of all layers."""
     divides = own.num_heads < call.num_heads or tp == 1
     if divides and (own.num_heads * tp, own.num_kv_heads * tp) != (call.num_heads, call.num_kv_heads):
         raise _refuse_division(config, call, tp)
@@ -95,7 +105,9 @@ def _describe_layer(
         head_dim=call.head_dim,
         rope=None,
         window=call.window,
-        factor=call.scale * call.head_dim**0.5,
+        scale=scale,
+        factor=call.scale / scale,
+        soft_cap=call.soft_cap,
         module=name,
         value_dim=call.value_dim,
         divides=divides,

@@ -21,7 +21,7 @@ from toka_async.transformers.masks import measure_window
 PROBE = "toka_async_probe"
 NUM_TOKENS = 5
 # What models hand to attention beside queries, keys and values, and what has no part in the result here.
-KNOWN = {"scaling", "is_causal", "dropout", "position_ids", "use_cache", "sliding_window"}
+KNOWN = {"scaling", "softcap", "is_causal", "dropout", "position_ids", "use_cache", "sliding_window"}
 KNOWN |= {"output_attentions", "output_router_logits", "cache_position", "return_dict"}
 
 
@@ -30,7 +30,7 @@ class AttentionCall:
     """How one layer calls attention.
 
     value_dim: of a value head, which may be smaller than the others. window: how many positions a token sees, 0: all
-    before it.
+    before it. soft_cap: of scores, 0: none.
     """
 
     module: nn.Module
@@ -40,6 +40,7 @@ class AttentionCall:
     value_dim: int
     scale: float
     window: int
+    soft_cap: float
 
 
 class _RefusedError(Exception):
@@ -113,6 +114,7 @@ class AttentionProbe:
                 value_dim=value.shape[-1],
                 scale=dim**-0.5 if scale is None else float(scale),
                 window=self._find_window(module, attention_mask, others.get("is_causal")),
+                soft_cap=float(others.get("softcap") or 0.0),
             )
         )
         return query.new_empty(1, NUM_TOKENS, num_heads, value.shape[-1]), None
@@ -149,3 +151,5 @@ def _check(config: Any, calls: list[AttentionCall]) -> None:
         raise refuse(config, f"{len(calls)} times attention in {config.num_hidden_layers} layers")
     if len({(call.num_heads, call.num_kv_heads, call.head_dim, call.value_dim) for call in calls}) > 1:
         raise refuse(config, "its layers have heads of different numbers or sizes")
+    if len({call.soft_cap for call in calls}) > 1:
+        raise refuse(config, "its layers have different soft caps")

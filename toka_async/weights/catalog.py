@@ -11,6 +11,7 @@ from difflib import get_close_matches
 
 import torch
 
+from toka_async.checkpoint.names import is_of_other_part
 from toka_async.model.rank_model import RankModel
 from toka_async.transfer.tensors import TensorInfo
 
@@ -45,16 +46,20 @@ class WeightCatalog:
 
     def __init__(self, model: RankModel) -> None:
         """model: all of it, on the meta device."""
+        self._find_part = model.find_part
         self.tensors = {name: Expected(part.shape, part.dtypes) for name, part in model.parts()}
 
     def check(self, infos: Sequence[TensorInfo], written: Collection[str]) -> None:
         """Raises UpdateError for tensors that the model does not have so, or that have come before."""
         names = set(written)
         for info in infos:
-            if info.name in names:
+            name = self._find_part(info.name)
+            if name in names:
                 raise UpdateError(f"{info.name} comes twice in one update")
-            names.add(info.name)
-            expected = self.tensors.get(info.name)
+            names.add(name)
+            expected = self.tensors.get(name)
+            if expected is None and is_of_other_part(info.name):
+                continue
             if expected is None:
                 raise UpdateError(f"{info.name}: {self._explain(info.name)}")
             if info.shape != expected.shape:
@@ -79,7 +84,7 @@ class WeightCatalog:
         if name == HEAD:  # which it has unless it is tied
             return "the model's embeddings are tied; leave it out, and send the embeddings"
         for fused, parts in FUSED.items():
-            if fused in name:
+            if fused in name and not any(fused in each for each in self.tensors):
                 return f"it is a fused matrix; send {parts}, as in a checkpoint"
         close = get_close_matches(name, self.tensors, n=1, cutoff=0.8)
         hint = f"; did you mean {close[0]}?" if close else ""

@@ -36,11 +36,12 @@ class WeightUpdate:
     @torch.inference_mode()
     def write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Writes tensors that were checked."""
-        for name, tensor in tensors:
+        for full_name, tensor in tensors:
+            name = self._decoder.find_part(full_name)
             self.written.add(name)
             part = self._parts.get(name)
             if part is not None and part.target.numel():
-                part.write(tensor[part.indices])
+                part.write(part.cut(tensor))
 
     @torch.inference_mode()
     def read_directory(self, path: str) -> None:
