@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,61 @@ from toka_async.model.matrices.ops import Ops
 from toka_async.model.matrices.part import WeightPart
 from toka_async.model.matrices.share import share_of
 from toka_async.model.mixer import build_mixer
+
+
+class RankModel(Protocol):
+    """What a start, weights and trainers need of a rank's model, whoever computes its layers: an nn.Module.
+
+    It is a decoder-only model, or one stage of it. `Decoder` says what the methods do.
+    """
+
+    @property
+    def layouts(self) -> LayoutPolicy: ...
+
+    @property
+    def part(self) -> StagePart: ...
+
+    @property
+    def embedding(self) -> object | None:
+        """None: another stage has it."""
+        ...
+
+    @property
+    def head(self) -> object | None:
+        """None: another stage has it."""
+        ...
+
+    def forward(
+        self, inputs: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None
+    ) -> Tensor: ...
+
+    def begin(self, inputs: Tensor, positions: Tensor, attention: AttentionBackend) -> tuple[Tensor, Tensor]: ...
+
+    def finish(self, attended: Tensor, residual: Tensor, wanted: Tensor | None = None) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+    def own_logits(self, hidden: Tensor) -> Tensor: ...
+
+    def uses(self) -> Iterator[MatrixUse]: ...
+
+    def parts(self) -> Iterator[tuple[str, WeightPart]]: ...
+
+    def find_part(self, name: str) -> str:
+        """Returns the name among `parts` of a checkpoint's tensor, which may have another name there."""
+        ...
+
+    def needs_place(self, name: str) -> bool:
+        """Tells whether a checkpoint's tensor that is not among `parts` is a mistake: it belongs to these layers."""
+        ...
+
+    def list_layers(self) -> Sequence[Layer]:
+        """Returns the layers that are ours."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def buffers(self) -> Iterator[Tensor]: ...
 
 
 class Decoder(nn.Module):

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from toka_async.model.decoder import RankModel
 from toka_async.model.experts_feed import ExpertsFeed
-from toka_async.model.rank_model import RankModel
 
 INTERVAL = 1.0  # seconds between two readings while steps come
 

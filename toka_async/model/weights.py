@@ -7,7 +7,7 @@ own part only. Knows files and names; knows nothing of what the layers compute.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ from toka_async.checkpoint.spec import ModelSpec
 from toka_async.model.activation_layout import LayoutPolicy
 from toka_async.model.cache_scales import parse_scale_name
 from toka_async.model.comm import Comm, LocalComm
-from toka_async.model.decoder import Decoder
+from toka_async.model.decoder import Decoder, RankModel
 from toka_async.model.matrices.ops import Ops, TorchOps
 from toka_async.model.matrices.part import WeightPart
-from toka_async.model.rank_model import RankModel
+from toka_async.model.mxfp4 import BLOCKS, SCALES, Mxfp4Slice
 
 
 def build_decoder(
@@ -162,17 +162,31 @@ def _open_tensors(
     decoder: RankModel, parts: Mapping[str, WeightPart], model_dir: Path
 ) -> Iterator[tuple[Path, str, Any]]:
     """Yields the file, name and slice of each tensor that has a place. Raises ModelError for one that lacks it."""
-    for path in weight_files(model_dir):
+    paths = weight_files(model_dir)
+    for path in paths:
         try:
             with safe_open(path, framework="pt") as file:
                 for stored in file.keys():  # noqa: SIM118 - safe_open is no mapping
                     name = decoder.find_part(stored)
                     if name in parts:
                         yield path, name, file.get_slice(stored)
-                    elif decoder.needs_place(stored) and parse_scale_name(name) is None:  # those are of the cache
+                    elif (whole := name.removesuffix(BLOCKS)) in parts:
+                        scales = _find_scales(whole + SCALES, [path, *paths])
+                        yield path, whole, Mxfp4Slice(file.get_slice(stored), scales, parts[whole].target.device)
+                    elif not _is_scale(name, parts) and decoder.needs_place(stored):
                         raise ModelError(f"{path}: tensor {name} has no place in the model that config.json describes")
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: is not a readable safetensors file ({error}); download it again") from None
+
+
+def _find_scales(name: str, paths: Sequence[Path]) -> Tensor:
+    """Reads the scales of blocks, which may be in another file than these."""
+    for path in paths:
+        with safe_open(path, framework="pt") as file:
+            if name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                scales: Tensor = file.get_tensor(name)
+                return scales
+    raise ModelError(f"{paths[0]}: tensor {name} is missing from the weights")
 
 
 def _read(path: Path, name: str, part: WeightPart, tensor: Any) -> Tensor:
@@ -186,3 +200,8 @@ def _check(path: Path, name: str, part: WeightPart, tensor: Any) -> None:
         raise ModelError(f"{path}: tensor {name} has shape {list(shape)}, but config.json asks for {list(part.shape)}")
     if dtype not in part.dtypes:
         raise ModelError(f"{path}: tensor {name} is of type {dtype}; supported: {', '.join(part.dtypes)}")
+
+
+def _is_scale(name: str, parts: Mapping[str, WeightPart]) -> bool:
+    """Tells whether a tensor has scales of a tensor in MXFP4, which takes them, or of the cache."""
+    return name.removesuffix(SCALES) in parts or parse_scale_name(name) is not None

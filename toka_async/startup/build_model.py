@@ -11,8 +11,8 @@ from toka_async.checkpoint.spec import ModelSpec
 from toka_async.config import ModelConfig
 from toka_async.model.activation_layout import LayoutPolicy
 from toka_async.model.comm import Comm, LocalComm
+from toka_async.model.decoder import RankModel
 from toka_async.model.matrices.ops import Ops, TorchOps
-from toka_async.model.rank_model import RankModel
 from toka_async.model.weights import build_decoder
 
 

@@ -34,12 +34,12 @@ from toka_async.messages import Ready
 from toka_async.model.activation_layout import LayoutPolicy
 from toka_async.model.cache_scales import read_cache_scales
 from toka_async.model.compiles import CompileCounter
+from toka_async.model.decoder import RankModel
 from toka_async.model.load_counter import make_load_counter
 from toka_async.model.matrices.blocked_ops import BlockedOps
 from toka_async.model.matrices.ops import Ops, TorchOps
 from toka_async.model.ordered_sums import OrderedSums
 from toka_async.model.overlap import OverlappedShards
-from toka_async.model.rank_model import RankModel
 from toka_async.model.sampling import sample, sample_alone
 from toka_async.model.weights import load_weights, random_weights, weight_files
 from toka_async.runner.graphs import DENSE_ROWS
@@ -479,6 +479,7 @@ class RunnerFactory:
                 choose=choose,
                 with_flashinfer=with_flashinfer,
                 show=show,
+                has_sinks=spec.attention.sinks,
             )
         group_min_seqs, group_min_tokens = self.groups.world.agree(attention.smallest_group, tuple[int, int])
         ready = Ready(

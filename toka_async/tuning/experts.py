@@ -17,8 +17,8 @@ from toka_async.kernels.experts.mixture import SCALED_TILES, STRAIGHT, TILES, Ex
 from toka_async.kernels.experts.routing import Routes, route
 from toka_async.kernels.experts.weights import ExpertWeights
 from toka_async.kernels.fused import ExpertMixing
+from toka_async.model.decoder import RankModel
 from toka_async.model.experts_feed import ExpertsFeed
-from toka_async.model.rank_model import RankModel
 from toka_async.tuning.matrix_group import RowCounts
 from toka_async.tuning.store import Facts
 from toka_async.tuning.trial import CallClock, find_fastest, time_products

@@ -22,7 +22,7 @@ from toka_async.kernels.fp8.products import ScaledProducts
 from toka_async.kernels.fused import FusedOps
 from toka_async.kernels.gated import GatedProducts
 from toka_async.kernels.matmul import TunedProducts
-from toka_async.model.rank_model import RankModel
+from toka_async.model.decoder import RankModel
 from toka_async.runner.graphs import DENSE_ROWS, list_graph_sizes
 from toka_async.tuning.dense import list_dense_choices
 from toka_async.tuning.experts import list_expert_choices

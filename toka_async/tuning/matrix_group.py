@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from toka_async.model.decoder import RankModel
 from toka_async.model.matrices.matrix import Matrix, MatrixUse
-from toka_async.model.rank_model import RankModel
 
 _MOST_MATRICES = 8  # that are measured in turn
 

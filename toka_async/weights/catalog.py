@@ -12,7 +12,7 @@ from difflib import get_close_matches
 import torch
 
 from toka_async.checkpoint.names import is_of_other_part
-from toka_async.model.rank_model import RankModel
+from toka_async.model.decoder import RankModel
 from toka_async.transfer.tensors import TensorInfo
 
 SAFETENSORS = {

@@ -33,7 +33,7 @@ from toka_async.control import (
     Wake,
 )
 from toka_async.memory.virtual import MemoryStaysError
-from toka_async.model.rank_model import RankModel
+from toka_async.model.decoder import RankModel
 from toka_async.transfer.deadline import Deadline
 from toka_async.transfer.errors import TransferError
 from toka_async.transfer.nccl import join_nccl

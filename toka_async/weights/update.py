@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from toka_async.checkpoint.json_file import ModelError
+from toka_async.model.decoder import RankModel
 from toka_async.model.matrices.part import WeightPart
-from toka_async.model.rank_model import RankModel
 from toka_async.model.weights import check_tensors, load_tensors
 from toka_async.transfer.tensors import TensorInfo
 from toka_async.weights.catalog import UpdateError, WeightCatalog
