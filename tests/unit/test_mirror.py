@@ -25,6 +25,16 @@ COVERED = {
     "e2e/trainers/test_adapters.py": ["integrations/openrlhf", "integrations/verl"],
     "e2e/trainers/test_updates.py": ["client/trainer", "transfer/torch_group"],
     "e2e/test_tensor_parallel.py": ["startup/process_groups", "startup/rank_coords"],
+    "parity/test_transformers.py": ["startup/build_model", "transformers/attention", "transformers/build"],
+    "unit/checkpoint/test_implementation.py": ["transformers/architectures"],
+    "unit/transformers/test_decoder.py": [
+        "transformers/layers",
+        "transformers/names",
+        "transformers/parallel",
+        "transformers/stage",
+        "transformers/vocabulary",
+    ],
+    "unit/transformers/test_describe.py": ["checkpoint/foreign_spec", "transformers/loading", "transformers/probe"],
     "parity/test_weight_updates.py": ["weights/catalog", "weights/checksums", "weights/update"],
     "parity/test_decoder.py": [
         "kernels/activation",

@@ -1,7 +1,7 @@
-"""What a checkpoint or a trainer calls a model's tensors, where that is not what the model's parts are called.
+"""Tensors of a checkpoint or a trainer that hold several tensors of a model.
 
-A language model may be a part of a larger one, and the matrices of all experts may be one tensor [experts, rows,
-columns], with those of gate above those of up. Knows names and shapes.
+The matrices of all experts may be one tensor [experts, rows, columns], with those of gate above those of up. Knows
+names and shapes.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import re
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from toka_async.checkpoint.names import find_text_name
 
 _STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 _MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -36,11 +34,10 @@ class StoredPart:
 
 
 def list_stored_parts(name: str, shape: Sequence[int], known: Container[str]) -> list[StoredPart]:
-    """Lists the tensors of the model in a stored one; one under its own name if it is none of `known`."""
-    own = find_text_name(name)
-    match = _STACKED.fullmatch(own)
-    if own in known or match is None or len(shape) != 3:
-        return [StoredPart(own, tuple(shape))]
+    """Lists the tensors of the model in a stored one; one under its own name if that is known, or is none of these."""
+    match = _STACKED.fullmatch(name)
+    if name in known or match is None or len(shape) != 3:
+        return [StoredPart(name, tuple(shape))]
     matrices, (experts, rows, columns) = _MATRICES[match[2]], shape
     size = rows // len(matrices)
     return [

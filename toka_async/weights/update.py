@@ -14,7 +14,7 @@ from torch import Tensor
 
 from toka_async.checkpoint.json_file import ModelError
 from toka_async.checkpoint.stored_names import list_stored_parts
-from toka_async.model.decoder import Decoder
+from toka_async.model.decoder import RankModel
 from toka_async.model.matrices.part import WeightPart
 from toka_async.model.weights import check_tensors, load_tensors
 from toka_async.transfer.tensors import TensorInfo
@@ -24,7 +24,7 @@ from toka_async.weights.catalog import UpdateError, WeightCatalog
 class WeightUpdate:
     """One update. written: names of the tensors that have come, whether the rank has a part of them or not."""
 
-    def __init__(self, decoder: Decoder, parts: Mapping[str, WeightPart], catalog: WeightCatalog) -> None:
+    def __init__(self, decoder: RankModel, parts: Mapping[str, WeightPart], catalog: WeightCatalog) -> None:
         self.written: set[str] = set()
         self._decoder = decoder
         self._parts = parts
@@ -38,7 +38,7 @@ class WeightUpdate:
     def write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Writes tensors that were checked."""
         for name, tensor in tensors:
-            for stored in list_stored_parts(name, tensor.shape, self._catalog.tensors):
+            for stored in list_stored_parts(self._decoder.find_part(name), tensor.shape, self._catalog.tensors):
                 self.written.add(stored.name)
                 part = self._parts.get(stored.name)
                 if part is not None and part.target.numel():

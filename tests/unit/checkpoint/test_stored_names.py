@@ -55,7 +55,11 @@ def test_a_trainer_may_send_them_so(folder: Path) -> None:
     decoder, exact = load(folder), load(folder)
     for parameter in decoder.parameters():
         parameter.zero_()
-    update = WeightUpdate(decoder, dict(decoder.parts()), WeightCatalog(read_spec(folder), torch.float32))
+    update = WeightUpdate(
+        decoder,
+        dict(decoder.parts()),
+        WeightCatalog(build_decoder(read_spec(folder), torch.float32, torch.device("meta"))),
+    )
     tensors = stack(load_file(folder / "model.safetensors"))
     update.check([TensorInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()])
     update.write(tensors.items())
@@ -65,7 +69,7 @@ def test_a_trainer_may_send_them_so(folder: Path) -> None:
 
 
 def test_a_wrong_number_of_experts_is_refused(folder: Path) -> None:
-    catalog = WeightCatalog(read_spec(folder), torch.float32)
+    catalog = WeightCatalog(build_decoder(read_spec(folder), torch.float32, torch.device("meta")))
     with pytest.raises(UpdateError, match="gate_up_proj: the model has no such tensor"):
         catalog.check([TensorInfo(f"{EXPERTS}.gate_up_proj", torch.float32, (7, 40, 48))], ())
     with pytest.raises(UpdateError, match=r"gate_up_proj has shape \[21, 48\]"):
