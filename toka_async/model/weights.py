@@ -19,8 +19,8 @@ from torch import Tensor
 from toka_async.bar import Show, show_nothing
 from toka_async.checkpoint.division import StagePart
 from toka_async.checkpoint.json_file import JsonFile, ModelError
+from toka_async.checkpoint.names import StoredSlice, list_stored_parts
 from toka_async.checkpoint.spec import ModelSpec
-from toka_async.checkpoint.stored_names import StoredSlice, list_stored_parts
 from toka_async.model.activation_layout import LayoutPolicy
 from toka_async.model.cache_scales import parse_scale_name
 from toka_async.model.comm import Comm, LocalComm

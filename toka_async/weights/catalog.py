@@ -11,8 +11,7 @@ from difflib import get_close_matches
 
 import torch
 
-from toka_async.checkpoint.names import is_of_other_part
-from toka_async.checkpoint.stored_names import list_stored_parts
+from toka_async.checkpoint.names import is_of_other_part, list_stored_parts
 from toka_async.model.decoder import RankModel
 from toka_async.transfer.tensors import TensorInfo
 

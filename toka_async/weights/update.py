@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from toka_async.checkpoint.json_file import ModelError
-from toka_async.checkpoint.stored_names import list_stored_parts
+from toka_async.checkpoint.names import list_stored_parts
 from toka_async.model.decoder import RankModel
 from toka_async.model.matrices.part import WeightPart
 from toka_async.model.weights import check_tensors, load_tensors

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tests.cases.states import MAX_SEQS, SHAPE, make_cache
+from tests.fakes.states import MAX_SEQS, SHAPE, make_cache
 
 CPU = torch.device("cpu")
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.cases.states import make_batch
+from tests.fakes.states import make_batch
 from toka_async.attention.states.pieces import cut_chunks
 
 CPU = torch.device("cpu")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.cases.states import SHAPE, compute_by_token, make_batch, make_cache, make_inputs, make_weights, split_z
+from tests.fakes.states import SHAPE, compute_by_token, make_batch, make_cache, make_inputs, make_weights, split_z
 from toka_async.attention.states.torch_ops import TorchStateOps
 
 CPU = torch.device("cpu")

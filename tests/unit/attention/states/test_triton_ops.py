@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.cases.states import (
+from tests.fakes.states import (
     MAX_SEQS,
     SHAPE,
     compute_by_token,

@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.cases.models import make_checkpoint
+from toka_async.checkpoint.names import list_stored_parts
 from toka_async.checkpoint.spec import ModelError, read_spec
-from toka_async.checkpoint.stored_names import list_stored_parts
 from toka_async.model.decoder import Decoder
 from toka_async.model.weights import build_decoder, load_weights
 from toka_async.transfer.tensors import TensorInfo
