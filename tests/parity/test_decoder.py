@@ -21,6 +21,9 @@ from toka_async.model.weights import build_decoder, load_weights
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 FAST_YARN = YARN | {"truncate": False, "beta_fast": 16, "attention_factor": 1.3}
 MIXED_LAYERS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+FACTORS = {"short_factor": [1.0, 1.5], "long_factor": [2.0, 7.0]}
+LONG = {"type": "longrope", "original_max_position_embeddings": 16} | FACTORS
+SHORT = {"type": "su"} | FACTORS
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-5-heads-tied": heads(5, 1, 40, head_dim=12, tie_word_embeddings=True),
@@ -51,6 +54,24 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_moe-all-experts-biases": {"num_experts_per_tok": 8, "attention_bias": True, "num_experts": 9},
     "mixtral": {},
     "mixtral-window-gelu": {"sliding_window": 9, "hidden_act": "gelu_pytorch_tanh", "num_local_experts": 5},
+    "olmo2": {},
+    "olmo2-biases": {"attention_bias": True, "num_key_value_heads": 6},
+    "olmo3": {},
+    "olmo3-yarn": {"rope_scaling": YARN},
+    "smollm3": {},
+    "smollm3-window": {"use_sliding_window": True, "sliding_window": 9, "no_rope_layers": [0, 1, 0]},
+    "phi3": {},
+    "phi3-short": {"rope_scaling": SHORT, "original_max_position_embeddings": 512},
+    "phi3-long": {"rope_scaling": LONG, "original_max_position_embeddings": 16, "sliding_window": 13},
+    "granite": {"tie_word_embeddings": True, "attention_bias": True},
+    "glm": {},
+    "glm4": {},
+    "seed_oss": {"mlp_bias": True},
+    "ministral": {},
+    "gemma": {},
+    "gemma2": {},
+    "gemma3_text": {},
+    "gemma3_text-linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_local_base_freq": 5000.0},
     "mistral-yarn": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}, "num_attention_heads": 10},
 }
 
@@ -71,7 +92,8 @@ def run_ours(folder: Path, spec: ModelSpec, rows: list[PagedRow], page_size: int
     load_weights(decoder, folder)
     num_pages = sum(-(-len(row.token_ids) // page_size) for row in rows)
     cache = make_cache(spec, num_pages, page_size, dtype, device)
-    attention = ReferenceAttention(cache, spec.attention.num_heads, spec.windows)
+    scores = spec.attention
+    attention = ReferenceAttention(cache, scores.num_heads, spec.windows, scores.scale, soft_cap=scores.soft_cap)
     pages = np.random.default_rng(1).permutation(num_pages).tolist()
     run_rows(decoder, attention, rows, page_size, iter(pages))
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from toka_async.checkpoint.families import FAMILIES
 from toka_async.checkpoint.layer_spec import DenseFeedSpec
-from toka_async.checkpoint.spec import read_spec
+from toka_async.checkpoint.spec import ModelSpec, read_spec
 
 REQUIRED = {
     "vocab_size": 64,
@@ -22,7 +23,10 @@ REQUIRED = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral"])
+OLDER = ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral"]
+
+
+@pytest.mark.parametrize("family", OLDER)
 @pytest.mark.parametrize("fields", [{}, {"rope_theta": 7000.0}, {"rope_scaling": {"type": "linear", "factor": 2.0}}])
 def test_absent_fields(tmp_path: Path, family: str, fields: dict[str, Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(REQUIRED | {"model_type": family} | fields))
@@ -51,6 +55,46 @@ def test_absent_fields(tmp_path: Path, family: str, fields: dict[str, Any]) -> N
         config.rope_parameters["rope_theta"],
         config.rope_parameters["rope_type"],
     )
+    check_ends(spec, config)
+
+
+def check_ends(spec: ModelSpec, config: Any) -> None:
     eos = config.eos_token_id
-    assert spec.eos_token_ids == (() if eos is None else (eos,))
+    assert spec.eos_token_ids == (() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,))
     assert spec.bos_token_id == config.bos_token_id
+
+
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {*OLDER}))
+def test_families_of_other_layers(tmp_path: Path, family: str) -> None:
+    fields = REQUIRED | {"model_type": family, "num_hidden_layers": 4, "pad_token_id": 0}
+    if family == "ministral":  # transformers itself cannot do without
+        fields |= {"head_dim": 8}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    spec, config = read_spec(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    from_config: Callable[[object], Any] = AutoModelForCausalLM.from_config
+    model = from_config(config)
+    layers, eps = model.model.layers, config.rms_norm_eps
+    assert (spec.norm.eps, spec.tie_embeddings) == (eps, config.tie_word_embeddings)
+    check_ends(spec, config)
+    for layer, ours in zip(layers, spec.layers, strict=True):
+        attention, feed = ours.mixer, ours.feed
+        assert isinstance(feed, DenseFeedSpec)
+        assert attention.head_dim == layer.self_attn.head_dim
+        assert attention.num_kv_heads == config.num_key_value_heads
+        assert attention.score_scale == pytest.approx(layer.self_attn.scaling)
+        assert attention.window == (getattr(layer.self_attn, "sliding_window", None) or 0)
+        matrices = {matrix.fused or name: matrix for matrix in spec.list_matrices(0) for name in matrix.names}
+        for name, matrix in matrices.items():
+            linear = layer.get_submodule(name)
+            assert matrix.bias == (linear.bias is not None)
+            assert matrix.num_inputs == linear.in_features
+        norms = {ours.norms.before_mixer, ours.norms.after_mixer, ours.norms.before_feed, ours.norms.after_feed} - {""}
+        assert norms == {name for name, _ in layer.named_children() if "layernorm" in name}
+        activation = getattr(config, "hidden_activation", None) or config.hidden_act
+        assert feed.activation == activation
+        assert (attention.head_norm is not None) == hasattr(layer.self_attn, "q_norm")
+    ropes = config.rope_parameters
+    for attention in spec.attentions:
+        kind = "sliding_attention" if attention.window else "full_attention"
+        expected = ropes.get(kind, ropes)["rope_theta"]
+        assert attention.rope is None or attention.rope.theta == expected

@@ -201,6 +201,6 @@ def run(arch: int, what: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    build.resolve_backend = lambda backend, _: backend  # type: ignore[assignment]
+    build.resolve_backend = lambda backend, *_: backend
     for arch, what, arguments in json.load(sys.stdin):
         print(json.dumps(run(arch, what, arguments)), flush=True)

@@ -45,7 +45,7 @@ LIMITS = RankLimits(max_seqs=64, max_tokens=256, max_context=1024)
 
 def play_hopper() -> None:
     """Makes kernels those for Hopper chips. No kernel runs, so that new tensors must hold ids that there are."""
-    build.resolve_backend = lambda backend, _: backend  # type: ignore[assignment]
+    build.resolve_backend = lambda backend, *_: backend
     prefill.is_hopper = lambda _: True  # type: ignore[assignment]
     compile_ahead.has_kernels = lambda _: True  # type: ignore[assignment, attr-defined]
     for module in (append, decode, few_rows, fused):

@@ -35,7 +35,8 @@ COVERED = {
     "unit/bench/policy/test_policy.py": ["bench/policy/baselines", "bench/policy/replay"],
     "unit/bench/test_commands.py": ["bench/rate_plot"],  # that its extra is missing; it is not installed here
     "unit/bench/test_serve_load.py": ["bench/client", "bench/loads/served"],
-    "unit/checkpoint/test_spec.py": ["checkpoint/attention_spec", "checkpoint/rope_spec"],
+    "unit/checkpoint/test_spec.py": ["checkpoint/attention_spec", "checkpoint/read_attention", "checkpoint/rope_spec"],
+    "unit/model/test_weights.py": ["model/matrices/pieces"],
     "unit/cli/test_batch_run.py": ["batches/retry"],
     "unit/client/test_client.py": ["client/base_client", "client/connection", "client/fields"],
     "unit/client/test_exchange.py": ["client/errors", "client/pending"],

@@ -46,7 +46,10 @@ class AttentionBatch:
 
 @dataclass(slots=True, frozen=True)
 class QueryKeyNorm:
-    """RMSNorm of every query and key head before their rotation: weight [heads + kv_heads, dim]."""
+    """RMSNorm of every query and key head before their rotation.
+
+    weight: [heads + kv_heads, dim], of the heads' dtype, or float32, which then rounds nothing before it.
+    """
 
     weight: Tensor
     eps: float

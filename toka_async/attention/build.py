@@ -100,23 +100,24 @@ def build_attention(
     choose: Callable[[AttentionParts], ChoiceTable] | None = None,
     with_flashinfer: bool = True,
     show: Show = show_nothing,
+    soft_cap: float = 0.0,
 ) -> BuiltAttention:
     """Builds the backend over `cache`, for steps of up to max_seqs rows and max_tokens.
 
     windows: of each layer. table: to choose by. choose: makes it, once every part has run; it may measure on the cache,
     but not write. with_flashinfer: `auto` may use FlashInfer, which compiles its modules if they are missing. show:
-    (parts tried, all, what they are).
+    (parts tried, all, what they are). soft_cap: of scores, see `AttentionSpec`.
 
     Raises ModelError when the backend cannot attend over this cache; the message says why, and what can.
     """
-    chosen = resolve_backend(backend, cache)
+    chosen = resolve_backend(backend, cache, soft_cap)
     scale = scale if scale is not None else cache.head_dim**-0.5
     limits = AttentionLimits(cache, num_heads, tuple(windows), scale, max_seqs, max_tokens)
     sources = Sources()
     if chosen in ("auto", "triton"):
         chosen = _fall_back(chosen, cache, _add_triton(sources, limits, show))
     if chosen == "reference":
-        reference = ReferenceAttention(cache, num_heads, windows, scale)
+        reference = ReferenceAttention(cache, num_heads, windows, scale, soft_cap=soft_cap)
         return BuiltAttention(reference, None, reference.find_smallest_group(), every_group_pays)
     if chosen == "flashinfer" or (chosen == "auto" and with_flashinfer and not _explain_no_flashinfer(cache)):
         sources = _try_flashinfer(sources, limits, show, must=chosen == "flashinfer")
@@ -162,11 +163,13 @@ def list_triton_trials(cache: KVCache, num_heads: int, windows: Sequence[int]) -
     return [run_prefix_kernel, *(partial(run, window) for window in sorted({0, *windows}) for run in kinds)]
 
 
-def resolve_backend(backend: Backend, cache: KVCache) -> Backend:
+def resolve_backend(backend: Backend, cache: KVCache, soft_cap: float = 0.0) -> Backend:
     """Resolves `auto`: the reference without a GPU or Triton. Raises ModelError for a backend that cannot work."""
     if backend == "reference":
         return backend
     reason = _explain_no_flashinfer(cache) if backend == "flashinfer" else ""
+    if soft_cap:
+        reason = "the model limits attention's scores (attn_logit_softcapping); use reference"
     return _fall_back(backend, cache, reason or explain_no_triton(cache))
 
 

@@ -31,13 +31,16 @@ class ReferenceAttention:
         windows: Sequence[int],
         scale: float | None = None,
         limits: TileLimits | None = None,
+        soft_cap: float = 0.0,
     ) -> None:
+        """soft_cap: of scores, see `AttentionSpec`."""
         assert num_heads % cache.num_kv_heads == 0
         self.cache = cache
         self.num_heads = num_heads
         self.group_size = num_heads // cache.num_kv_heads
         self.windows = tuple(windows)
         self.scale = scale if scale is not None else cache.head_dim**-0.5
+        self.soft_cap = soft_cap
         on_cpu = cache.device.type == "cpu"
         self.planner = Planner(
             cache, self.group_size, limits or (TileLimits() if on_cpu else TileLimits(slab_bytes=GPU_SLAB_BYTES))
@@ -79,10 +82,13 @@ class ReferenceAttention:
         """Attends a block: [b * t, heads, dim]."""
         keys, values = self._gather(block, layer)
         bias = self._get_bias(plan, block)
-        scales = self.cache.scales[layer]
-        output = F.scaled_dot_product_attention(
-            self._select_queries(block, query), keys, values, attn_mask=bias, scale=self.scale * scales.keys
-        )
+        scales, queries = self.cache.scales[layer], self._select_queries(block, query)
+        if self.soft_cap:
+            scores = self._score(queries, keys, bias, layer)
+            output = scores.softmax(dim=-1).to(values.dtype) @ values
+        else:
+            scale = self.scale * scales.keys
+            output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=scale)
         output = output if scales.values == 1 else output * scales.values
         return self._order_by_token(output)
 
@@ -99,18 +105,20 @@ class ReferenceAttention:
         """Computes the tokens of blocks: outputs [tokens, heads, dim], log-sum-exps [tokens, heads, 1], float32."""
         output = torch.empty(query.shape, dtype=torch.float32, device=query.device)
         lse = torch.empty((*query.shape[:2], 1), dtype=torch.float32, device=query.device)
-        scale = self.scale * self.cache.scales[layer].keys
         for block in blocks:
             keys, values = self._gather(block, layer)
-            scores = (self._select_queries(block, query).float() * scale) @ keys.float().mT
-            bias = self._get_bias(plan, block)
-            scores = scores if bias is None else scores + bias  # [b, kv_heads, t * group, l]
+            scores = self._score(self._select_queries(block, query), keys, self._get_bias(plan, block), layer)
             block_lse = scores.logsumexp(dim=-1, keepdim=True)
             block_output = (scores - block_lse).exp() @ values.float()
             tokens = slice(None) if block.tokens is None else block.tokens
             output[tokens] = self._order_by_token(block_output)
             lse[tokens] = self._order_by_token(block_lse)
         return output, lse
+
+    def _score(self, queries: Tensor, keys: Tensor, bias: Tensor | None, layer: int) -> Tensor:
+        """Computes float32 [b, kv_heads, t * group, l]."""
+        scores = compute_scores(queries, keys, self.scale * self.cache.scales[layer].keys, self.soft_cap)
+        return scores if bias is None else scores + bias
 
     def _get_bias(self, plan: TilePlan, block: DenseBlock) -> Tensor | None:
         if block.bias is not None or block.ends is None:
@@ -150,6 +158,12 @@ class ReferenceAttention:
         return split.transpose(1, 2).reshape(-1, self.num_heads, dim)
 
 
+def compute_scores(queries: Tensor, keys: Tensor, scale: float, soft_cap: float) -> Tensor:
+    """Computes what a softmax takes, in float32; soft_cap: see `AttentionSpec`."""
+    scores = (queries.float() * scale) @ keys.float().mT
+    return (scores / soft_cap).tanh_().mul_(soft_cap) if soft_cap else scores
+
+
 def append_tokens(
     cache: KVCache,
     layer: int,
@@ -166,7 +180,8 @@ def append_tokens(
     num_heads = heads.shape[1] - 2 * num_kv_heads
     query_key, value = torch.split(heads, [num_heads + num_kv_heads, num_kv_heads], dim=1)
     if norm is not None:
-        query_key = F.rms_norm(query_key, query_key.shape[-1:], None, norm.eps) * norm.weight
+        wide = query_key if norm.weight.dtype == query_key.dtype else query_key.to(norm.weight.dtype)
+        query_key = (F.rms_norm(wide, wide.shape[-1:], None, norm.eps) * norm.weight).to(query_key.dtype)
     query, key = torch.split(rotate(query_key, rotation), [num_heads, num_kv_heads], dim=1)
     stored = cache.keys[layer], cache.values[layer]
     for target, new, scale in zip(stored, (key, value), cache.scales[layer], strict=True):

@@ -22,12 +22,13 @@ def compute_rotation(
 ) -> tuple[Tensor, Tensor]:
     """Turns positions [t] into cos and signed sin times the scale, each [t, 1, dim] in the dtype.
 
-    inverse_frequencies: float32 [dim / 2]. The first half of the sin is negated.
+    inverse_frequencies: float32 [dim / 2]; where they are 0 nothing turns, and the scale does not count. The first half
+    of the sin is negated.
     """
     angles = positions[:, None].float() * inverse_frequencies  # [t, dim / 2]
     cos, sin = angles.cos(), angles.sin()
     if scale != 1.0:
-        cos, sin = cos * scale, sin * scale
+        cos, sin = torch.where(inverse_frequencies == 0, cos, cos * scale), sin * scale
     cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
     return cos.to(dtype)[:, None], sin.to(dtype)[:, None]
 
@@ -57,7 +58,18 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def compute_frequencies(spec: RopeSpec, dim: int) -> Tensor:
-    """Computes the angle that each pair of dimensions turns per position: float32 [dim / 2], on the CPU."""
+    """Computes the angle that each pair of dimensions turns per position: float32 [dim / 2], on the CPU.
+
+    Pairs that do not turn are the last ones, see `RopeSpec.order_head`.
+    """
+    turned = spec.count_turned(dim)
+    frequencies = torch.zeros(dim // 2, dtype=torch.float32, device="cpu")
+    frequencies[: turned // 2] = _compute_turning(spec, turned)
+    return frequencies
+
+
+def _compute_turning(spec: RopeSpec, dim: int) -> Tensor:
+    """Computes those of all pairs of `dim` dimensions."""
     powers = spec.theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
     if spec.kind == "linear":
         return 1.0 / powers / spec.factor
@@ -65,15 +77,20 @@ def compute_frequencies(spec: RopeSpec, dim: int) -> Tensor:
         return _scale_llama3(spec, 1.0 / powers)
     if spec.kind == "yarn":
         return _scale_yarn(spec, powers, dim)
+    if spec.kind == "longrope":
+        factors = spec.long_factors if spec.is_long else spec.short_factors
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * powers)
     return 1.0 / powers
 
 
 def compute_scale(spec: RopeSpec) -> float:
-    """Computes the factor of cos and sin: 1 except for yarn (arXiv:2309.00071, section 3.4)."""
-    if spec.kind != "yarn":
+    """Computes the factor of cos and sin: 1 except for yarn (arXiv:2309.00071, section 3.4) and longrope."""
+    if spec.kind not in ("yarn", "longrope"):
         return 1.0
     if spec.attention_factor is not None:
         return spec.attention_factor
+    if spec.kind == "longrope":
+        return math.sqrt(1 + math.log(spec.factor) / math.log(spec.original_max_position)) if spec.factor > 1 else 1.0
     if spec.mscale and spec.mscale_all_dim:
         return _compute_mscale(spec.factor, spec.mscale) / _compute_mscale(spec.factor, spec.mscale_all_dim)
     return _compute_mscale(spec.factor, 1.0)

@@ -29,7 +29,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, tag="attention", kw_only=True):
     window: how many positions a token sees, itself included; 0: all before it. rope: None: positions do not count.
     scale: of scores; None: head_dim ** -0.5. soft_cap: c of c * tanh(score / c); 0: none. sinks: each head has a score
     of nothing in its softmax. gated: outputs are multiplied with the sigmoid of a gate of the query's projection. bias:
-    query, key and value projections have one. output_bias: the output projection has one.
+    query, key and value projections have one. output_bias: the output projection has one. fused: the name of the one
+    tensor that checkpoints have for queries, keys and values; empty: each has its own.
     """
 
     num_heads: int
@@ -44,6 +45,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, tag="attention", kw_only=True):
     bias: bool = False
     output_bias: bool = False
     head_norm: HeadNormSpec | None = None
+    fused: str = ""
 
     @property
     def score_scale(self) -> float:
@@ -70,21 +72,23 @@ class AttentionSpec(msgspec.Struct, frozen=True, tag="attention", kw_only=True):
 
     def list_matrices(self, hidden_size: int, format: str) -> tuple[MatrixSpec, MatrixSpec]:
         """Returns query, key and value as one, and the output."""
-        queries, keys = Units(self.num_heads, self.head_dim), Units(self.num_kv_heads, self.head_dim)
-        hidden = Units(hidden_size)
+        order = () if self.rope is None else self.rope.order_head(self.head_dim)
+        queries, keys = (Units(count, self.head_dim, order) for count in (self.num_heads, self.num_kv_heads))
+        values, hidden = Units(self.num_kv_heads, self.head_dim), Units(hidden_size)
         return (
             MatrixSpec(
                 names=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-                outputs=(queries, keys, keys),
+                outputs=(queries, keys, values),
                 inputs=hidden,
                 split="outputs",
                 bias=self.bias,
                 format=format,
+                fused=self.fused,
             ),
             MatrixSpec(
                 names=("self_attn.o_proj",),
                 outputs=(hidden,),
-                inputs=queries,
+                inputs=Units(self.num_heads, self.head_dim),
                 split="inputs",
                 bias=self.output_bias,
                 format=format,

@@ -11,8 +11,18 @@ import msgspec
 
 from toka_async.checkpoint.attention_spec import HeadNormSpec
 from toka_async.checkpoint.experts_spec import ExpertNames
+from toka_async.checkpoint.layer_spec import NormNames
+from toka_async.checkpoint.rope_spec import RopeDefaults
 
-Windows = Literal["none", "all", "all_if_used", "by_layer"]
+Windows = Literal["none", "all", "all_if_used", "by_layer", "by_type", "by_type_if_used"]
+Scales = Literal["none", "granite", "gemma"]
+
+# Where norms stand that follow both halves of a layer, and those that stand on both sides.
+AFTER = NormNames("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+GEMMA = NormNames(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+GLM4 = NormNames("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 
 
 class ExpertsFamily(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,19 +42,42 @@ class ExpertsFamily(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """One `model_type`. A bias of None is read from the configuration."""
+    """One `model_type`. A bias of None is read from the configuration: `attention_bias`, `mlp_bias`.
+
+    num_kv_heads, head_dim: where the configuration has none; None: num_attention_heads, and hidden_size /
+    num_attention_heads. attention_bias: where it is not said. output_bias_field: names the flag of the output
+    projection's bias. fused_qkv, fused_gate_up: the checkpoint has these projections as one tensor of this name; empty:
+    each by itself. ropes_by_type: layers with a window have a rope of their own. skips_ropes: `no_rope_layers` names
+    layers without. windows: all_if_used: `use_sliding_window`; by_layer: also `max_window_layers`, `layer_types`;
+    by_type: `layer_types`, and without them all but each `period`th layer (0: all layers); by_type_if_used: likewise if
+    `use_sliding_window`, and without types those without a rope. scales: whose fields of scales and soft caps the
+    configuration has. tied: logits are by the embedding, where it is not said.
+    """
 
     max_positions: int
-    num_kv_heads: int | None = None  # None: as many as query heads
-    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
     qkv_bias: bool | None = False
     output_bias: bool | None = False
+    output_bias_field: str = "attention_bias"
+    attention_bias: bool = False
     mlp_bias: bool | None = False
+    fused_qkv: str = ""
+    fused_gate_up: str = ""
+    activation: str = "silu"
     head_norm: HeadNormSpec | None = None
+    norms: NormNames = NormNames()
     norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    windows: Windows = "none"  # all_if_used: use_sliding_window; by_layer: also max_window_layers, layer_types
+    norm_adds_one: bool = False
+    rope: RopeDefaults = RopeDefaults()
+    ropes_by_type: bool = False
+    skips_ropes: bool = False
+    windows: Windows = "none"
     window: int = 4096  # where none is named; 0: none
+    period: int = 0
+    scales: Scales = "none"
+    soft_caps: tuple[float, float] = (0.0, 0.0)  # of scores and of logits, where none are named
+    tied: bool = False
     experts: ExpertsFamily | None = None
     bos_token_ids: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
@@ -102,7 +135,7 @@ FAMILIES: dict[str, Family] = {
         max_positions=131072,
         num_kv_heads=8,
         norm_eps=1e-5,
-        rope_theta=1e6,
+        rope=RopeDefaults(theta=1e6),
         windows="all",
         window=0,
         bos_token_ids=(1,),
@@ -117,4 +150,154 @@ FAMILIES: dict[str, Family] = {
             in_all_layers=True,
         ),
     ),
+    "olmo2": Family(
+        max_positions=2048,
+        qkv_bias=None,
+        output_bias=None,
+        head_norm=HeadNormSpec("projection"),
+        norms=AFTER,
+        norm_eps=1e-5,
+        eos_token_ids=(50279,),
+    ),
+    "olmo3": Family(
+        max_positions=2048,
+        qkv_bias=None,
+        output_bias=None,
+        head_norm=HeadNormSpec("projection"),
+        norms=AFTER,
+        norm_eps=1e-5,
+        rope=RopeDefaults(theta=500000.0),
+        ropes_by_type=True,
+        windows="by_type",
+        period=4,
+        eos_token_ids=(50279,),
+    ),
+    "smollm3": Family(
+        max_positions=32768,
+        num_kv_heads=4,
+        qkv_bias=None,
+        output_bias=None,
+        mlp_bias=None,
+        rope=RopeDefaults(theta=2000000.0),
+        skips_ropes=True,
+        windows="by_type_if_used",
+        window=0,
+        tied=True,
+        bos_token_ids=(128000,),
+        eos_token_ids=(128001,),
+    ),
+    "phi3": Family(
+        max_positions=4096,
+        fused_qkv="self_attn.qkv_proj",
+        fused_gate_up="mlp.gate_up_proj",
+        norm_eps=1e-5,
+        rope=RopeDefaults(part=1.0),
+        windows="all",
+        window=0,
+        bos_token_ids=(1,),
+        eos_token_ids=(32000,),
+    ),
+    "granite": Family(
+        max_positions=2048,
+        qkv_bias=None,
+        output_bias=None,
+        mlp_bias=None,
+        scales="granite",
+        bos_token_ids=(1,),
+        eos_token_ids=(2,),
+    ),
+    "glm": Family(
+        max_positions=131072,
+        num_kv_heads=2,
+        head_dim=128,
+        qkv_bias=None,
+        attention_bias=True,
+        fused_gate_up="mlp.gate_up_proj",
+        norm_eps=1.5625e-07,
+        rope=RopeDefaults(part=0.5, interleaved=True),
+        eos_token_ids=(151329, 151336, 151338),
+    ),
+    "glm4": Family(
+        max_positions=131072,
+        num_kv_heads=2,
+        head_dim=128,
+        qkv_bias=None,
+        attention_bias=True,
+        fused_gate_up="mlp.gate_up_proj",
+        norms=GLM4,
+        norm_eps=1.5625e-07,
+        rope=RopeDefaults(part=0.5, interleaved=True),
+        eos_token_ids=(151329, 151336, 151338),
+    ),
+    "seed_oss": Family(
+        max_positions=524288,
+        num_kv_heads=8,
+        head_dim=128,
+        qkv_bias=None,
+        attention_bias=True,
+        output_bias=None,
+        output_bias_field="attention_out_bias",
+        mlp_bias=None,
+        bos_token_ids=(0,),
+        eos_token_ids=(2,),
+    ),
+    "ministral": Family(
+        max_positions=131072,
+        num_kv_heads=8,
+        windows="by_type",
+        bos_token_ids=(1,),
+        eos_token_ids=(2,),
+    ),
+    "gemma": Family(
+        max_positions=8192,
+        num_kv_heads=16,
+        head_dim=256,
+        qkv_bias=None,
+        output_bias=None,
+        activation="gelu_pytorch_tanh",
+        norm_adds_one=True,
+        scales="gemma",
+        tied=True,
+        bos_token_ids=(2,),
+        eos_token_ids=(1,),
+    ),
+    "gemma2": Family(
+        max_positions=8192,
+        num_kv_heads=4,
+        head_dim=256,
+        qkv_bias=None,
+        output_bias=None,
+        activation="gelu_pytorch_tanh",
+        norms=GEMMA,
+        norm_adds_one=True,
+        windows="by_type",
+        period=2,
+        scales="gemma",
+        soft_caps=(50.0, 30.0),
+        tied=True,
+        bos_token_ids=(2,),
+        eos_token_ids=(1,),
+    ),
+    "gemma3_text": Family(
+        max_positions=131072,
+        num_kv_heads=4,
+        head_dim=256,
+        qkv_bias=None,
+        output_bias=None,
+        activation="gelu_pytorch_tanh",
+        head_norm=HeadNormSpec(adds_one=True),
+        norms=GEMMA,
+        norm_adds_one=True,
+        rope=RopeDefaults(theta=1e6, local_theta=10000.0),
+        ropes_by_type=True,
+        windows="by_type",
+        period=6,
+        scales="gemma",
+        tied=True,
+        bos_token_ids=(2,),
+        eos_token_ids=(1,),
+    ),
 }
+
+# Models with several parts, of which the text part is run: what its own `model_type` is if it does not say.
+TEXT_PARTS = {"mistral3": "mistral", "gemma3": "gemma3_text"}

@@ -13,11 +13,15 @@ from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
 
 
 class DenseFeedSpec(msgspec.Struct, frozen=True, tag="dense"):
-    """The gated feed-forward network (arXiv:2002.05202) of `inner` units."""
+    """The gated feed-forward network (arXiv:2002.05202) of `inner` units.
+
+    fused: the name of the one tensor that checkpoints have for gate and up; empty: each has its own.
+    """
 
     inner: int
     activation: str
     bias: bool
+    fused: str = ""
 
     def can_divide(self, tp: int) -> bool:
         return self.inner % tp == 0
@@ -41,6 +45,7 @@ class DenseFeedSpec(msgspec.Struct, frozen=True, tag="dense"):
                 split="outputs",
                 bias=self.bias,
                 format=format,
+                fused=self.fused,
             ),
             MatrixSpec(
                 names=("mlp.down_proj",), outputs=(hidden,), inputs=inner, split="inputs", bias=self.bias, format=format

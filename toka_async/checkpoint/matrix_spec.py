@@ -26,10 +26,14 @@ WEIGHT_BYTES: dict[str, Callable[[int, int, int], int]] = {
 
 
 class Units(msgspec.Struct, frozen=True):
-    """One side of a matrix: `count` units of `size` values, such as heads. Tensor ranks divide units."""
+    """One side of a matrix: `count` units of `size` values, such as heads. Tensor ranks divide units.
+
+    order: which value of a unit in the checkpoint is the first, the second, and so on; empty: they are in order.
+    """
 
     count: int
     size: int = 1
+    order: tuple[int, ...] = ()
 
     @property
     def total(self) -> int:
@@ -37,7 +41,10 @@ class Units(msgspec.Struct, frozen=True):
 
 
 class MatrixSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Matrices of a checkpoint that have one input, multiplied as one matrix with their outputs side by side."""
+    """Matrices of a checkpoint that have one input, multiplied as one matrix with their outputs side by side.
+
+    fused: the checkpoint has all of them as one tensor of this name; empty: each by itself.
+    """
 
     names: tuple[str, ...]  # of each in its layer, without what follows the last point: "self_attn.q_proj"
     outputs: tuple[Units, ...]  # of each
@@ -45,6 +52,7 @@ class MatrixSpec(msgspec.Struct, frozen=True, kw_only=True):
     split: Literal["outputs", "inputs"]  # the side that tensor ranks divide
     bias: bool = False
     format: str = "dense"  # a key of WEIGHT_BYTES
+    fused: str = ""
 
     @property
     def num_outputs(self) -> int:
@@ -60,7 +68,8 @@ class MatrixSpec(msgspec.Struct, frozen=True, kw_only=True):
         quantization = FORMATS.get(self.format)
         if quantization is None or quantization.scaling != "block":
             return True
-        return not any(units.total % BLOCK for units in (*self.outputs, self.inputs))
+        is_split = any(units.order and BLOCK % units.size for units in self.outputs)  # values would change their block
+        return not is_split and not any(units.total % BLOCK for units in (*self.outputs, self.inputs))
 
     def count_bytes(self, itemsize: int) -> int:
         """Counts the bytes of the parameters. itemsize: bytes of a value that is not quantized."""

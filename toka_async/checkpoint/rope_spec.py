@@ -11,24 +11,53 @@ import msgspec
 
 from toka_async.checkpoint.json_file import JsonFile
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+_LONG_NAMES = ("su", "yarn")  # what Phi-3's configurations call longrope as well
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary embeddings (arXiv:2104.09864) and their stretching; fields of other kinds keep their defaults."""
+    """Rotary embeddings (arXiv:2104.09864) and their stretching; fields of other kinds keep their defaults.
+
+    part: of a head's dimensions, the first ones, that turn. interleaved: neighbours turn together; otherwise the halves
+    of what turns do.
+    """
 
     theta: float = 10000.0
     kind: RopeKind = "default"
+    part: float = 1.0
+    interleaved: bool = False
     factor: float = 1.0  # linear, llama3, yarn
-    original_max_position: int = 0  # llama3, yarn: positions of the pre-training
+    original_max_position: int = 0  # llama3, yarn, longrope: positions of the pre-training
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    attention_factor: float | None = None  # yarn: scale of cos and sin; None: derived from factor and the mscales
+    attention_factor: float | None = None  # yarn, longrope: scale of cos and sin; None: derived from other fields
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     mscale: float = 0.0  # yarn; 0: not used
     mscale_all_dim: float = 0.0  # yarn; 0: not used
     truncate: bool = True  # yarn: round the range of corrected dimensions to whole ones
+    short_factors: tuple[float, ...] = ()  # longrope: of each pair's wavelength, for contexts of the pre-training
+    long_factors: tuple[float, ...] = ()  # longrope: for longer ones
+    is_long: bool = False  # longrope: whether the longer ones are used, for all contexts
+
+    def count_turned(self, head_dim: int) -> int:
+        """Counts the dimensions of a head that turn."""
+        return int(head_dim * self.part)
+
+    def order_head(self, head_dim: int) -> tuple[int, ...]:
+        """Orders a head's dimensions so that each turns with the one half a head further, and the turning ones first.
+
+        Products of queries and keys do not change when both are reordered, so weights are as they are
+        loaded. Empty: the dimensions are in that order.
+        """
+        turned, half = self.count_turned(head_dim), head_dim // 2
+        if turned == head_dim and not self.interleaved:
+            return ()
+        pairs = turned // 2
+        places = range(turned)
+        low, high = (places[::2], places[1::2]) if self.interleaved else (places[:pairs], places[pairs:])
+        rest = range(turned, head_dim)
+        return *low, *rest[: half - pairs], *high, *rest[half - pairs :]
 
     def max_context(self, max_positions: int) -> int:
         """Returns the tokens of a sequence; linear and yarn stretch `max_position_embeddings`."""
@@ -39,41 +68,76 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
         return max_positions
 
 
-def read_rope(file: JsonFile, max_positions: int, theta: float = 10000.0) -> RopeSpec:
-    """theta: where none is named. Raises ModelError for a kind or parameter that is not supported."""
+class RopeDefaults(msgspec.Struct, frozen=True):
+    """What a family's configurations leave unsaid.
+
+    part: of a head that turns; None: all, whatever is said. local_theta: of layers with a window; None: as of others.
+    """
+
+    theta: float = 10000.0
+    part: float | None = None
+    interleaved: bool = False
+    local_theta: float | None = None
+
+
+def read_rope(file: JsonFile, max_positions: int, defaults: RopeDefaults) -> RopeSpec:
+    """Raises ModelError for a kind or parameter that is not supported."""
     name = "rope_scaling" if file.has("rope_scaling") else "rope_parameters"
     rope = file.section(name)
-    theta = rope.number("rope_theta", file.number("rope_theta", theta), least=1.0)
+    if any(isinstance(value, dict) for value in rope.fields.values()):
+        raise file.error(name, "differs by layer type, which is not supported for this model_type")
+    return _read(file, rope, max_positions, defaults)
+
+
+def read_ropes(file: JsonFile, max_positions: int, defaults: RopeDefaults) -> tuple[RopeSpec, RopeSpec]:
+    """Reads the rope of layers that see all, and that of layers with a window, which is never stretched by default."""
+    rope, scaling = file.section("rope_parameters"), file.section("rope_scaling")
+    if not all(isinstance(value, dict) for value in rope.fields.values()):
+        raise file.error("rope_parameters", "must have the sections full_attention and sliding_attention")
+    theta = file.number("rope_theta", defaults.theta, least=1.0)
+    local = (
+        theta if defaults.local_theta is None else file.number("rope_local_base_freq", defaults.local_theta, least=1)
+    )
+    whole = {"rope_theta": theta} | rope.section("full_attention").fields | scaling.fields
+    windowed = {"rope_theta": local} | rope.section("sliding_attention").fields
+    sections = (JsonFile(file.path, fields, rope.prefix) for fields in (whole, windowed))
+    first, second = (_read(file, section, max_positions, defaults) for section in sections)
+    return first, second
+
+
+def _read(file: JsonFile, rope: JsonFile, max_positions: int, defaults: RopeDefaults) -> RopeSpec:
+    theta = rope.number("rope_theta", file.number("rope_theta", defaults.theta), least=1.0)
     kind = rope.text("rope_type", rope.text("type", "default"))
-    _check(file, name, rope, kind)
+    if rope.has("short_factor") and kind in _LONG_NAMES:
+        kind = "longrope"
+    if kind not in get_args(RopeKind):
+        raise rope.error("rope_type", f"{kind!r} is not supported; supported: {', '.join(get_args(RopeKind))}")
+    part = rope.number("partial_rotary_factor", file.number("partial_rotary_factor", defaults.part or 1.0))
+    if not 0 < part <= 1:
+        raise rope.error("partial_rotary_factor", f"is {part:g}: expected more than 0, and at most 1")
+    if defaults.part is None and part != 1:
+        raise file.error("partial_rotary_factor", "other than 1 is not supported for this model_type")
+    base = RopeSpec(theta=theta, part=part, interleaved=defaults.interleaved)
     if kind == "linear":
-        return RopeSpec(theta=theta, kind="linear", factor=rope.number("factor", least=1.0))
+        return msgspec.structs.replace(base, kind="linear", factor=rope.number("factor", least=1.0))
     original = rope.integer("original_max_position_embeddings", max_positions)
     # A value outside of the section precedes it, as in transformers.
     original = file.integer("original_max_position_embeddings", original)
     if kind == "llama3":
-        return _llama3(rope, theta, original)
+        return _llama3(rope, base, original)
     if kind == "yarn":
-        return _yarn(rope, theta, original, max_positions)
-    return RopeSpec(theta=theta)
+        return _yarn(rope, base, original, max_positions)
+    if kind == "longrope":
+        return _longrope(rope, base, original, max_positions)
+    return base
 
 
-def _check(file: JsonFile, name: str, rope: JsonFile, kind: str) -> None:
-    if kind not in get_args(RopeKind):
-        raise rope.error("rope_type", f"{kind!r} is not supported; supported: {', '.join(get_args(RopeKind))}")
-    if any(isinstance(value, dict) for value in rope.fields.values()):
-        raise file.error(name, "differs by layer type, which is not supported")
-    for fields in (rope, file):
-        if fields.number("partial_rotary_factor", 1.0) != 1.0:
-            raise file.error("partial_rotary_factor", "other than 1 is not supported")
-
-
-def _llama3(rope: JsonFile, theta: float, original: int) -> RopeSpec:
+def _llama3(rope: JsonFile, base: RopeSpec, original: int) -> RopeSpec:
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if not 0 < low < high:
         raise rope.error("low_freq_factor", f"({low:g}) must be above 0 and below high_freq_factor ({high:g})")
-    return RopeSpec(
-        theta=theta,
+    return msgspec.structs.replace(
+        base,
         kind="llama3",
         factor=rope.number("factor", least=1.0),
         original_max_position=original,
@@ -82,9 +146,13 @@ def _llama3(rope: JsonFile, theta: float, original: int) -> RopeSpec:
     )
 
 
-def _yarn(rope: JsonFile, theta: float, original: int, max_positions: int) -> RopeSpec:
-    return RopeSpec(
-        theta=theta,
+def _yarn(rope: JsonFile, base: RopeSpec, original: int, max_positions: int) -> RopeSpec:
+    if rope.number("llama_4_scaling_beta", 0.0):
+        raise rope.error(
+            "llama_4_scaling_beta", "other than 0 is not supported: queries would grow with their position"
+        )
+    return msgspec.structs.replace(
+        base,
         kind="yarn",
         factor=rope.number("factor", max(1.0, max_positions / original), least=1.0),
         original_max_position=original,
@@ -96,3 +164,23 @@ def _yarn(rope: JsonFile, theta: float, original: int, max_positions: int) -> Ro
         mscale_all_dim=rope.number("mscale_all_dim", 0.0),
         truncate=rope.flag("truncate", True),
     )
+
+
+def _longrope(rope: JsonFile, base: RopeSpec, original: int, max_positions: int) -> RopeSpec:
+    return msgspec.structs.replace(
+        base,
+        kind="longrope",
+        factor=rope.number("factor", max(1.0, max_positions / original), least=1.0),
+        original_max_position=original,
+        attention_factor=rope.number("attention_factor") if rope.has("attention_factor") else None,
+        short_factors=_read_factors(rope, "short_factor"),
+        long_factors=_read_factors(rope, "long_factor"),
+        is_long=max_positions > original,
+    )
+
+
+def _read_factors(rope: JsonFile, name: str) -> tuple[float, ...]:
+    factors = rope.fields.get(name)
+    if not isinstance(factors, list) or not all(isinstance(each, int | float) and each > 0 for each in factors):
+        raise rope.error(name, f"is {factors!r}: expected a list of positive numbers")
+    return tuple(map(float, factors))

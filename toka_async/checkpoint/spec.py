@@ -12,18 +12,20 @@ import msgspec
 
 from toka_async.checkpoint.attention_spec import AttentionSpec
 from toka_async.checkpoint.experts_spec import ExpertsFeedSpec
-from toka_async.checkpoint.families import FAMILIES, ExpertsFamily, Family
+from toka_async.checkpoint.families import FAMILIES, TEXT_PARTS, ExpertsFamily, Family
 from toka_async.checkpoint.json_file import JsonFile, ModelError
 from toka_async.checkpoint.layer_spec import DenseFeedSpec, FeedSpec, LayerSpec, NormSpec
 from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
+from toka_async.checkpoint.names import TEXT_PREFIXES
 from toka_async.checkpoint.quantization import MADE_AT_LOAD, Quantization, read_quantization
-from toka_async.checkpoint.rope_spec import RopeSpec, read_rope
+from toka_async.checkpoint.read_attention import read_attentions, read_bias, read_scales
+from toka_async.checkpoint.rope_spec import RopeSpec
 
 __all__ = ["ModelError", "ModelSpec", "RopeSpec", "read_spec"]
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 DTYPES = ("float32", "bfloat16", "float16")
-MOST_LAYERS, MOST_HEADS = 4096, 65536  # far beyond any model; objects for more would take all memory
+MOST_LAYERS = 4096  # far beyond any model; objects for more would take all memory
 MOST_EXPERTS = 1024  # of a layer, likewise; a kernel compares the scores of all of a token's
 
 
@@ -102,30 +104,49 @@ def read_spec(model_dir: Path, quantize: str = "none") -> ModelSpec:
 
     quantize: a key of `MADE_AT_LOAD`, or "none": weights have the checkpoint's format.
     """
-    file = JsonFile(model_dir / "config.json")
-    name = file.text("model_type")
+    file, name = _find_text_part(JsonFile(model_dir / "config.json"))
     family = FAMILIES.get(name)
     if family is None:
-        raise file.error("model_type", f"{name!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+        supported = ", ".join(sorted({*FAMILIES, *TEXT_PARTS}))
+        raise file.error("model_type", f"{name!r} is not supported; supported: {supported}")
     num_layers = file.integer("num_hidden_layers", most=MOST_LAYERS)
+    hidden_size = file.integer("hidden_size")
+    scales = read_scales(file, family, hidden_size)
+    attentions = read_attentions(file, family, num_layers, scales)
+    feeds = _feeds(file, family, num_layers)
     max_positions = file.integer("max_position_embeddings", family.max_positions)
-    rope = read_rope(file, max_positions, family.rope_theta)
+    stretched = (each.rope.max_context(max_positions) for each in attentions if each.rope is not None)
     bos = file.token_ids("bos_token_id", family.bos_token_ids)
     spec = ModelSpec(
         family=name,
         vocab_size=file.integer("vocab_size"),
-        hidden_size=file.integer("hidden_size"),
-        norm=NormSpec(file.number("rms_norm_eps", family.norm_eps)),
-        tie_embeddings=file.flag("tie_word_embeddings", False),
-        layers=tuple(
-            map(LayerSpec, _read_attentions(file, family, num_layers, rope), _feeds(file, family, num_layers))
-        ),
-        max_context=rope.max_context(max_positions),
+        hidden_size=hidden_size,
+        norm=NormSpec(file.number("rms_norm_eps", family.norm_eps), family.norm_adds_one),
+        tie_embeddings=file.flag("tie_word_embeddings", family.tied),
+        layers=tuple(LayerSpec(*halves, family.norms) for halves in zip(attentions, feeds, strict=True)),
+        max_context=max(stretched, default=max_positions),
         dtype=_one_of(file, "dtype" if file.has("dtype") else "torch_dtype", "float32", DTYPES),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=file.token_ids("eos_token_id", family.eos_token_ids),
+        embedding_scale=scales.embedding,
+        residual_scale=scales.residual,
+        logits_scale=scales.logits,
+        logits_soft_cap=scales.logits_soft_cap,
     )
     return _quantize(spec, _choose_quantization(file, quantize))
+
+
+def _find_text_part(file: JsonFile) -> tuple[JsonFile, str]:
+    """Returns the fields of the model that reads and writes text, and its `model_type`.
+
+    Of a model with other parts these are the fields of `text_config`, and what only the whole has.
+    """
+    name = file.text("model_type")
+    if name not in TEXT_PARTS:
+        return file, name
+    text = file.section("text_config")
+    whole = {field: value for field, value in file.fields.items() if field not in ("text_config", "model_type")}
+    return JsonFile(file.path, whole | text.fields, text.prefix), text.text("model_type", TEXT_PARTS[name])
 
 
 def _choose_quantization(file: JsonFile, quantize: str) -> Quantization | None:
@@ -143,7 +164,7 @@ def _quantize(spec: ModelSpec, quantization: Quantization | None) -> ModelSpec:
     for index, layer in enumerate(spec.layers):
         exempt: list[str] = []
         for matrix in spec.list_matrices(index):
-            names = [name for name in matrix.names if not quantization.covers(f"model.layers.{index}.{name}")]
+            names = [name for name in matrix.names if not _is_covered(quantization, f"layers.{index}.{name}")]
             if names and len(names) < len(matrix.names):
                 raise ModelError(
                     f"model.layers.{index}: {', '.join(names)} is not quantized, but others of "
@@ -154,45 +175,9 @@ def _quantize(spec: ModelSpec, quantization: Quantization | None) -> ModelSpec:
     return msgspec.structs.replace(spec, layers=tuple(layers))
 
 
-def _read_attentions(file: JsonFile, family: Family, num_layers: int, rope: RopeSpec) -> list[AttentionSpec]:
-    """Returns each layer's."""
-    num_heads, num_kv_heads, head_dim = _heads(file, family)
-    alike = AttentionSpec(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        rope=rope,
-        bias=_bias(file, "attention_bias", family.qkv_bias),
-        output_bias=_bias(file, "attention_bias", family.output_bias),
-        head_norm=family.head_norm,
-    )
-    return [msgspec.structs.replace(alike, window=window) for window in _windows(file, family, num_layers)]
-
-
-def _heads(file: JsonFile, family: Family) -> tuple[int, int, int]:
-    """Returns the numbers of query heads and of KV heads, and the size of a head."""
-    hidden, heads = file.integer("hidden_size"), file.integer("num_attention_heads", most=MOST_HEADS)
-    default = heads
-    if "num_key_value_heads" not in file.fields and family.num_kv_heads and heads % family.num_kv_heads == 0:
-        default = family.num_kv_heads
-    kv_heads = file.integer("num_key_value_heads", default)
-    if heads % kv_heads:
-        raise file.error("num_attention_heads", f"({heads}) is not a multiple of num_key_value_heads ({kv_heads})")
-    if "head_dim" not in file.fields and family.head_dim:
-        head_dim = family.head_dim
-    elif file.has("head_dim"):
-        head_dim = file.integer("head_dim")
-    elif hidden % heads:
-        raise file.error("hidden_size", f"({hidden}) is not a multiple of num_attention_heads ({heads}); set head_dim")
-    else:
-        head_dim = hidden // heads
-    if head_dim % 2:
-        raise file.error("head_dim", f"is {head_dim}: rotary position embeddings need an even number")
-    return heads, kv_heads, head_dim
-
-
-def _bias(file: JsonFile, name: str, of_family: bool | None) -> bool:
-    return file.flag(name, False) if of_family is None else of_family
+def _is_covered(quantization: Quantization, matrix: str) -> bool:
+    """Tells whether a matrix is quantized, by whichever name a checkpoint with a text part may have for it."""
+    return all(quantization.covers(f"{prefix}.{matrix}") for prefix in TEXT_PREFIXES)
 
 
 def _one_of(file: JsonFile, name: str, default: str, allowed: tuple[str, ...]) -> str:
@@ -204,12 +189,14 @@ def _one_of(file: JsonFile, name: str, default: str, allowed: tuple[str, ...]) -
 
 def _feeds(file: JsonFile, family: Family, num_layers: int) -> list[FeedSpec]:
     """Returns each layer's."""
-    activation = _one_of(file, "hidden_act", "silu", ACTIVATIONS)
+    field = "hidden_activation" if file.has("hidden_activation") else "hidden_act"
+    activation = _one_of(file, field, family.activation, ACTIVATIONS)
     experts = None if family.experts is None else _read_experts(file, family.experts, activation)
     sparse = set[int]() if experts is None else _find_sparse(file, family, num_layers)
     if experts is not None and len(sparse) == num_layers:
         return [experts] * num_layers
-    dense = DenseFeedSpec(file.integer("intermediate_size"), activation, _bias(file, "mlp_bias", family.mlp_bias))
+    bias = read_bias(file, "mlp_bias", family.mlp_bias)
+    dense = DenseFeedSpec(file.integer("intermediate_size"), activation, bias, family.fused_gate_up)
     return [experts if experts is not None and layer in sparse else dense for layer in range(num_layers)]
 
 
@@ -241,38 +228,3 @@ def _read_experts(file: JsonFile, family: ExpertsFamily, activation: str) -> Exp
         renormalizes=file.flag("norm_topk_prob", False) if renormalizes is None else renormalizes,
         names=family.names,
     )
-
-
-def _windows(file: JsonFile, family: Family, num_layers: int) -> tuple[int, ...]:
-    if family.windows == "none":
-        return (0,) * num_layers
-    # Absent means the family's window (Mistral 7B v0.1 relies on it), null means none.
-    window = file.fields.get("sliding_window", family.window)
-    window = file.integer("sliding_window", window) if window else 0
-    if family.windows == "all":
-        return (window,) * num_layers
-    if not file.flag("use_sliding_window", False):
-        window = 0
-    if family.windows == "all_if_used":
-        return (window,) * num_layers
-    if file.has("layer_types"):
-        return tuple(_layer_window(file, kind, window) for kind in _layer_types(file, num_layers))
-    first = file.integer("max_window_layers", 28, least=0)
-    return tuple(window if layer >= first else 0 for layer in range(num_layers))
-
-
-def _layer_types(file: JsonFile, num_layers: int) -> list[object]:
-    kinds = file.fields["layer_types"]
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise file.error("layer_types", f"must be a list of num_hidden_layers ({num_layers}) entries")
-    return kinds
-
-
-def _layer_window(file: JsonFile, kind: object, window: int) -> int:
-    if kind == "full_attention":
-        return 0
-    if kind != "sliding_attention":
-        raise file.error("layer_types", f"has {kind!r}; supported: full_attention, sliding_attention")
-    if not window:
-        raise file.error("layer_types", "has sliding_attention: set use_sliding_window and sliding_window as well")
-    return window

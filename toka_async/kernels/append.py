@@ -33,7 +33,7 @@ def append(
     heads [tokens, heads + 2 kv_heads, dim], contiguous. rotation: cos and signed sin (the first half of the sin
     negated), [tokens, 1, dim] each; dimension i pairs with i + dim / 2. keys, values: one layer of the cache
     [pages, kv_heads, page_size, dim]. write_indices int64 [tokens]: page * page_size + offset.
-    norm_weight [heads + kv_heads, dim]: RMSNorm of each query and key head first (arXiv:1910.07467). scales: if the
+    norm_weight [heads + kv_heads, dim]: RMSNorm of each query and key head first (see `QueryKeyNorm`). scales: if the
     cache stores E4M3, keys and values are divided by these, and saturate.
     """
     num_tokens, num_all, dim = heads.shape
@@ -117,9 +117,10 @@ def _append(
         weights = norm_weight + head[:, None] * dim + column[None, :]
         weight_low = tl.load(weights, mask=weighted, other=0.0).to(tl.float32)
         weight_high = tl.load(weights + half, mask=weighted, other=0.0).to(tl.float32)
-        # Rounds before and after the weight, as a model in this dtype does.
-        turn_low = ((low * factor).to(dtype).to(tl.float32) * weight_low).to(dtype).to(tl.float32)
-        turn_high = ((high * factor).to(dtype).to(tl.float32) * weight_high).to(dtype).to(tl.float32)
+        # Rounds before and after the weight, as a model in this dtype does; a float32 weight is after no rounding.
+        inner: tl.constexpr = norm_weight.dtype.element_ty
+        turn_low = ((low * factor).to(inner).to(tl.float32) * weight_low).to(dtype).to(tl.float32)
+        turn_high = ((high * factor).to(inner).to(tl.float32) * weight_high).to(dtype).to(tl.float32)
     angle = token * dim + column
     cos_low = tl.load(cos + angle, mask=column < half, other=0.0).to(tl.float32)[None, :]
     cos_high = tl.load(cos + angle + half, mask=column < half, other=0.0).to(tl.float32)[None, :]

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from toka_async.attention.base import AttentionBackend
 from toka_async.checkpoint.attention_spec import AttentionSpec
+from toka_async.checkpoint.matrix_spec import MatrixSpec
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.model.activation_layout import ActivationLayout
 from toka_async.model.comm import Comm
-from toka_async.model.layers import HeadNorm, InputNorm
+from toka_async.model.layers import HeadNorm, InputNorm, ProjectionNorm
 from toka_async.model.matrices.build import build_matrix
 from toka_async.model.matrices.matrix import MatrixUse
 from toka_async.model.matrices.ops import Ops
@@ -31,10 +32,7 @@ class Attention(nn.Module):
         self.dim = attention.head_dim
         qkv, output = spec.layers[number].list_mixer_matrices(spec.hidden_size)
         self.qkv = build_matrix(qkv, comm, ops)
-        self.head_norm: HeadNorm | None = None
-        if attention.head_norm is not None:
-            queries, keys, _ = (share_units(units, comm).size // self.dim for units in qkv.outputs)
-            self.head_norm = HeadNorm(queries, keys, self.dim, spec.norm.eps, attention.head_norm.adds_one)
+        self.head_norm, self.projection_norm = _build_norms(attention, qkv, spec.norm.eps, comm)
         self.output = build_matrix(output, comm, ops)
 
     def forward(
@@ -51,6 +49,8 @@ class Attention(nn.Module):
         num_tokens = len(rotation[0])
         heads = layout.trim(layout.column(rows, self.qkv), num_tokens)
         heads = heads.view(num_tokens, -1, self.dim)  # [t, heads + 2 kv_heads, dim]
+        if self.projection_norm is not None:
+            heads = self.projection_norm(heads)
         head_norm = self.head_norm() if self.head_norm is not None else None
         return backend.attend(self.index, heads, rotation, head_norm).flatten(1), residual
 
@@ -60,5 +60,19 @@ class Attention(nn.Module):
     def parts(self) -> Iterator[tuple[str, WeightPart]]:
         yield from self.qkv.parts()
         yield from self.output.parts()
-        if self.head_norm is not None:
-            yield from self.head_norm.parts()
+        norm = self.head_norm or self.projection_norm
+        if norm is not None:
+            yield from norm.parts()
+
+
+def _build_norms(
+    attention: AttentionSpec, qkv: MatrixSpec, eps: float, comm: Comm
+) -> tuple[HeadNorm | None, ProjectionNorm | None]:
+    norm, dim = attention.head_norm, attention.head_dim
+    if norm is None:
+        return None, None
+    queries, keys, _ = (share_units(units, comm) for units in qkv.outputs)
+    if norm.over == "projection":
+        return None, ProjectionNorm(queries, keys, eps, comm)
+    order = qkv.outputs[0].order
+    return HeadNorm(queries.size // dim, keys.size // dim, dim, eps, norm.adds_one, order), None

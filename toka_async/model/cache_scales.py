@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from toka_async.attention.kv_cache import LayerScales
 from toka_async.checkpoint.division import StagePart
 from toka_async.checkpoint.json_file import ModelError
+from toka_async.checkpoint.names import find_text_name
 
 # Group 2 is of what: keys (k), values (v), both (kv), or what has none here: queries (q), the softmax (prob).
 _NAME = re.compile(
@@ -27,7 +28,7 @@ _NAME = re.compile(
 
 def parse_scale_name(name: str) -> tuple[int, str] | None:
     """Returns the layer of a scale, and of what it is: k, v, kv, q, prob; None: it is another tensor."""
-    match = _NAME.fullmatch(name)
+    match = _NAME.fullmatch(find_text_name(name))
     if match is None:
         return None
     layer, kind = (group for group in match.groups() if group is not None)

@@ -64,7 +64,8 @@ class Decoder(nn.Module):
             soft_cap=spec.logits_soft_cap,
         )
         self.embedding = make_vocabulary(spec.embedding_matrix) if part.is_first else None
-        self.embedding_scale = spec.embedding_scale
+        # Rounded as the weights are, like the models that have one were trained.
+        self.embedding_scale = torch.tensor(spec.embedding_scale, device="cpu").item()
         turns = [_find_turn(spec, number) for number in range(part.first, part.last)]
         ropes = list(dict.fromkeys(turns))
         self.ropes = nn.ModuleList(Rope(rope, dim, ops.compute_rotation) for rope, dim in ropes)

@@ -20,7 +20,7 @@ from toka_async.model.matrices.dense import DenseMatrix
 from toka_async.model.matrices.matrix import Matrix, Rows
 from toka_async.model.matrices.ops import Ops
 from toka_async.model.matrices.part import WeightPart, make_unset
-from toka_async.model.matrices.share import padded_share_of, whole_of
+from toka_async.model.matrices.share import Share, padded_share_of, whole_of
 
 
 class VocabularyMatrix(DenseMatrix):
@@ -166,7 +166,7 @@ class RMSNorm(nn.Module):
         return matrix.norm(x, residual, norm)
 
     def part(self) -> WeightPart:
-        return factor_part(self.weight.data, len(self.weight), self.adds_one)
+        return factor_part(self.weight.data, whole_of(len(self.weight)), self.adds_one)
 
 
 def make_factors(*shape: int, adds_one: bool) -> nn.Parameter:
@@ -175,13 +175,13 @@ def make_factors(*shape: int, adds_one: bool) -> nn.Parameter:
     return nn.Parameter(factors.to(torch.promote_types(factors.dtype, torch.float32)), False) if adds_one else factors
 
 
-def factor_part(factors: Tensor, dim: int, adds_one: bool) -> WeightPart:
-    """Describes a norm's factors [..., dim] as a checkpoint's weight [dim]."""
+def factor_part(factors: Tensor, share: Share, adds_one: bool, order: Tensor | None = None) -> WeightPart:
+    """Describes a norm's factors [..., dim] as the rank's share of a checkpoint's weight. order: see `WeightPart`."""
 
     def add_one(values: Tensor) -> None:
         factors.copy_(values.to(factors.dtype, copy=True).add_(1))
 
-    return WeightPart(factors, (whole_of(dim),), constant=1.0, store=add_one if adds_one else None)
+    return WeightPart(factors, (share,), constant=1.0, store=add_one if adds_one else None, order=order)
 
 
 class ResultNorm(nn.Module):
@@ -213,9 +213,18 @@ class ResultScale(nn.Module):
 class HeadNorm(nn.Module):
     """The weights [heads, dim] of an RMSNorm of every query and key head, which the attention backend applies."""
 
-    def __init__(self, num_heads: int, num_kv_heads: int, dim: int, eps: float, adds_one: bool = False) -> None:
-        """adds_one: see `RMSNorm`."""
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        dim: int,
+        eps: float,
+        adds_one: bool = False,
+        order: tuple[int, ...] = (),
+    ) -> None:
+        """adds_one: see `RMSNorm`. order: of a head's dimensions, see `RopeSpec.order_head`."""
         super().__init__()
+        self.order = torch.tensor(order, dtype=torch.int64, device="cpu") if order else None
         self.weight = make_factors(num_heads + num_kv_heads, dim, adds_one=adds_one)
         self.adds_one = adds_one
         self.num_heads = num_heads
@@ -228,4 +237,38 @@ class HeadNorm(nn.Module):
     def parts(self) -> Iterator[tuple[str, WeightPart]]:
         """Yields the checkpoint's one weight for all query heads, and the one for all key heads."""
         for name, weight in (("q", self.weight.data[: self.num_heads]), ("k", self.weight.data[self.num_heads :])):
-            yield f"self_attn.{name}_norm.weight", factor_part(weight, self.dim, self.adds_one)
+            yield f"self_attn.{name}_norm.weight", factor_part(weight, whole_of(self.dim), self.adds_one, self.order)
+
+
+class ProjectionNorm(nn.Module):
+    """An RMSNorm of all queries of a token as one vector, and one of all its keys; each rank has a part of them."""
+
+    def __init__(self, queries: Share, keys: Share, eps: float, comm: Comm) -> None:
+        """queries, keys: the rank's parts, in values. Ranks may have the same keys."""
+        super().__init__()
+        self.weight = make_unset(queries.size + keys.size)
+        self.shares = queries, keys
+        self.eps = eps
+        self.comm = comm
+        # What a rank's sum of squares counts in the mean: each key may be on several ranks.
+        self.weights_in_means = 1 / queries.total, 1 / (keys.size * comm.size)
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Norms the queries and keys of [t, heads + 2 kv_heads, dim] in place, in float32 inside."""
+        sizes = [share.size for share in self.shares]
+        rows = heads.view(len(heads), -1)[:, : sum(sizes)]
+        values = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
+        parts = torch.split(values, sizes, dim=-1)
+        sums = [part.square().sum(-1) * weight for part, weight in zip(parts, self.weights_in_means, strict=True)]
+        factors = torch.rsqrt(self.comm.all_reduce(torch.stack(sums, dim=-1)) + self.eps)  # [t, 2]
+        for part, factor in zip(parts, torch.split(factors, 1, dim=-1), strict=True):
+            part.mul_(factor)
+        rows.copy_(values.mul_(self.weight))
+        return heads
+
+    def parts(self) -> Iterator[tuple[str, WeightPart]]:
+        start = 0
+        for name, share in zip("qk", self.shares, strict=True):
+            weight = self.weight.data[start : start + share.size]
+            yield f"self_attn.{name}_norm.weight", WeightPart(weight, (share,), constant=1.0)
+            start += share.size

@@ -20,6 +20,7 @@ from torch import Tensor
 from toka_async.bar import Show, show_nothing
 from toka_async.checkpoint.division import StagePart
 from toka_async.checkpoint.json_file import JsonFile, ModelError
+from toka_async.checkpoint.names import find_text_name, is_of_other_part
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.model.activation_layout import LayoutPolicy
 from toka_async.model.cache_scales import parse_scale_name
@@ -72,12 +73,12 @@ def random_weights(decoder: Decoder, seed: int, show: Show = show_nothing) -> No
             continue
         generator = torch.Generator(part.target.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         is_float = part.target.itemsize > 1  # there are no random numbers of 8 bits
-        if is_float and part.is_whole and part.store is None:
+        if is_float and part.is_whole and part.store is None and part.order is None:
             part.target.normal_(0.0, 0.02, generator=generator)
             continue
         dtype = part.target.dtype if is_float else torch.float32
         numbers = part.target.new_empty(part.shape, dtype=dtype).normal_(0.0, 0.02, generator=generator)
-        part.write(numbers[part.indices])
+        part.write(part.cut(numbers))
 
 
 @torch.inference_mode()
@@ -165,10 +166,11 @@ def _open_tensors(
     for path in weight_files(model_dir):
         try:
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                for full_name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                    name = find_text_name(full_name)
                     if name in parts:
-                        yield path, name, file.get_slice(name)
-                    else:
+                        yield path, name, file.get_slice(full_name)
+                    elif not is_of_other_part(full_name):
                         _check_unexpected(path, name, decoder.part)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: is not a readable safetensors file ({error}); download it again") from None
@@ -176,8 +178,7 @@ def _open_tensors(
 
 def _read(path: Path, name: str, part: WeightPart, tensor: Any) -> Tensor:
     _check(path, name, part, tensor)
-    values: Tensor = tensor[part.indices]
-    return values
+    return part.cut(tensor)
 
 
 def _check(path: Path, name: str, part: WeightPart, tensor: Any) -> None:

@@ -31,12 +31,16 @@ def list_layer_trials(
         cache = KVCache(1, 1, num_kv_heads, page_size, dim, dtype, device, stored=CacheFormat(stored))
         heads, rotation = make(num_rows, num_heads + 2 * num_kv_heads, dim), make(num_rows, 1, dim)
         indices = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        norm = make(num_heads + num_kv_heads, dim) if attention.head_norm else None
+        norm = None
+        if attention.head_norm is not None and attention.head_norm.over == "head":
+            norm_dtype = torch.float32 if attention.head_norm.adds_one else dtype
+            norm = make(num_heads + num_kv_heads, dim, dtype=norm_dtype)
         append(heads, (rotation, rotation), cache.keys[0], cache.values[0], indices, norm)
 
     def norm_rows(num_rows: int, adds: bool) -> None:
         x = make(num_rows, spec.hidden_size)
-        ops.add_norm(x, x if adds else None, x[0], spec.norm.eps)
+        weight = x[0].float() if spec.norm.adds_one else x[0]
+        ops.add_norm(x, x if adds else None, weight, spec.norm.eps)
 
     def gate_rows(num_rows: int, inner: int, activation: str) -> None:
         ops.gate(make(num_rows, 2 * inner), activation)

@@ -443,10 +443,12 @@ class RunnerFactory:
         # One page more, for rows that only fill up a batch.
         can_sleep = self.config.cache.can_sleep and choose is not None
         cache = make_cache(spec, num_pages + 1, page_size, self.dtype, self.device, show, self.cache_format, can_sleep)
-        num_heads = spec.attention.num_heads
+        num_heads, scale, soft_cap = spec.attention.num_heads, spec.attention.scale, spec.attention.soft_cap
         backend = self.config.attention.backend
         if self.invariant:
-            attention = build_invariant_attention(backend, cache, num_heads, spec.windows, limits.max_seqs)
+            attention = build_invariant_attention(
+                backend, cache, num_heads, spec.windows, limits.max_seqs, scale, soft_cap
+            )
         else:
             attention = build_attention(
                 backend,
@@ -455,6 +457,8 @@ class RunnerFactory:
                 spec.windows,
                 max_seqs=limits.max_seqs,
                 max_tokens=limits.max_tokens,
+                scale=scale,
+                soft_cap=soft_cap,
                 choose=choose,
                 with_flashinfer=with_flashinfer,
                 show=show,

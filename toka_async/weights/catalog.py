@@ -11,6 +11,7 @@ from difflib import get_close_matches
 
 import torch
 
+from toka_async.checkpoint.names import find_text_name, is_of_other_part
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.model.weights import build_decoder
 from toka_async.transfer.tensors import TensorInfo
@@ -53,10 +54,13 @@ class WeightCatalog:
         """Raises UpdateError for tensors that the model does not have so, or that have come before."""
         names = set(written)
         for info in infos:
-            if info.name in names:
+            name = find_text_name(info.name)
+            if name in names:
                 raise UpdateError(f"{info.name} comes twice in one update")
-            names.add(info.name)
-            expected = self.tensors.get(info.name)
+            names.add(name)
+            expected = self.tensors.get(name)
+            if expected is None and is_of_other_part(info.name):
+                continue
             if expected is None:
                 raise UpdateError(f"{info.name}: {self._explain(info.name)}")
             if info.shape != expected.shape:
@@ -81,7 +85,7 @@ class WeightCatalog:
         if self._is_tied and name == HEAD:
             return "the model's embeddings are tied; leave it out, and send model.embed_tokens.weight"
         for fused, parts in FUSED.items():
-            if fused in name:
+            if fused in name and not any(fused in each for each in self.tensors):
                 return f"it is a fused matrix; send {parts}, as in a checkpoint"
         close = get_close_matches(name, self.tensors, n=1, cutoff=0.8)
         hint = f"; did you mean {close[0]}?" if close else ""

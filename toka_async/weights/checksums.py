@@ -24,9 +24,14 @@ def sum_parts(parts: Mapping[str, WeightPart], rank: int) -> Iterator[PartSum]:
         values = part.target
         if values.dim() > len(part.shares):
             values = values[0]  # it is repeated
-        if part.store is None:
-            where = ",".join(f"{share.start}+{share.size}" for share in part.shares)
-            total = sum_part(values, part.shape, [share.start for share in part.shares])
-        else:
-            where, total = f"stored by {rank}", sum_part(values, values.shape, [0] * values.dim())
-        yield PartSum(name, where, total)
+        if part.store is not None:
+            yield PartSum(name, f"stored by {rank}", sum_part(values, values.shape, [0] * values.dim()))
+            continue
+        if part.order is not None:
+            values = values.index_select(0, part.order.argsort().to(values.device))
+        first = 0
+        for run in part.runs:
+            where = ",".join(f"{share.start}+{share.size}" for share in run)
+            rows = values[first : first + run[0].size]
+            yield PartSum(name, where, sum_part(rows, part.shape, [share.start for share in run]))
+            first += run[0].size

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from toka_async.checkpoint.json_file import ModelError
+from toka_async.checkpoint.names import find_text_name
 from toka_async.model.decoder import Decoder
 from toka_async.model.matrices.part import WeightPart
 from toka_async.model.weights import check_tensors, load_tensors
@@ -36,11 +37,12 @@ class WeightUpdate:
     @torch.inference_mode()
     def write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Writes tensors that were checked."""
-        for name, tensor in tensors:
+        for full_name, tensor in tensors:
+            name = find_text_name(full_name)
             self.written.add(name)
             part = self._parts.get(name)
             if part is not None and part.target.numel():
-                part.write(tensor[part.indices])
+                part.write(part.cut(tensor))
 
     @torch.inference_mode()
     def read_directory(self, path: str) -> None:

@@ -119,7 +119,7 @@ def test_a_gpu_that_is_too_old(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is there."""
     fake_flashinfer.install(monkeypatch)
-    monkeypatch.setattr(build, "resolve_backend", lambda backend, _: backend)
+    monkeypatch.setattr(build, "resolve_backend", lambda backend, *_: backend)
     monkeypatch.setattr(flashinfer, "explain_no_flashinfer", lambda *_: "")
     monkeypatch.setattr(build, "try_decode", lambda *_: None)
     monkeypatch.setattr(build, "try_chunks", lambda *_: None)

@@ -48,6 +48,9 @@ def test_minimal_llama(tmp_path: Path) -> None:
     )
 
 
+FACTORS = {"short_factor": [1.0, 1.5], "long_factor": [2.0, 7.0], "original_max_position_embeddings": 64}
+LONG_ROPE: dict[str, Any] = {"model_type": "phi3", "rope_scaling": FACTORS | {"type": "su"}}
+YARN_BY_POSITION = {"type": "yarn", "factor": 16.0, "llama_4_scaling_beta": 0.1}
 MOE: dict[str, Any] = MINIMAL | {"model_type": "qwen3_moe", "num_key_value_heads": 2, "num_hidden_layers": 6}
 
 
@@ -160,6 +163,44 @@ def test_stretched_contexts(tmp_path: Path) -> None:
     assert outside.ropes[0].original_max_position == 32
 
 
+def test_the_frequencies_of_longrope_are_those_of_the_context(tmp_path: Path) -> None:
+    for max_positions, is_long in ((64, False), (65, True)):
+        rope = read(tmp_path, **LONG_ROPE, head_dim=4, max_position_embeddings=max_positions).ropes[0]
+        assert (rope.kind, rope.is_long) == ("longrope", is_long)
+        assert rope.factor == max_positions / 64
+
+
+def test_layers_differ_in_window_and_rope(tmp_path: Path) -> None:
+    spec = read(tmp_path, model_type="gemma3_text", num_hidden_layers=7, sliding_window=9)
+    assert spec.windows == (9, 9, 9, 9, 9, 0, 9)
+    assert [each.rope.theta for each in spec.attentions if each.rope] == [1e4] * 5 + [1e6, 1e4]
+    spec = read(tmp_path, model_type="smollm3", num_hidden_layers=5)
+    assert [each.rope is None for each in spec.attentions] == [False, False, False, True, False]
+    named = {"full_attention": {"rope_theta": 5.0}, "sliding_attention": {"rope_theta": 7.0}}
+    spec = read(tmp_path, model_type="olmo3", num_hidden_layers=4, rope_parameters=named)
+    assert [each.rope.theta for each in spec.attentions if each.rope] == [7.0, 7.0, 7.0, 5.0]
+    assert read(tmp_path, model_type="ministral", sliding_window=None).windows == (0, 0, 0)
+
+
+def test_scales_and_soft_caps(tmp_path: Path) -> None:
+    spec = read(tmp_path, model_type="gemma2", query_pre_attn_scalar=16)
+    assert (spec.embedding_scale, spec.attention.score_scale) == (48**0.5, 0.25)
+    assert (spec.attention.soft_cap, spec.logits_soft_cap) == (50.0, 30.0)
+    spec = read(tmp_path, model_type="gemma2", attn_logit_softcapping=None, final_logit_softcapping=7.0)
+    assert (spec.attention.soft_cap, spec.logits_soft_cap) == (0.0, 7.0)
+    fields = {"embedding_multiplier": 12.0, "residual_multiplier": 0.2, "attention_multiplier": 0.5}
+    spec = read(tmp_path, model_type="granite", logits_scaling=8.0, **fields)
+    assert (spec.embedding_scale, spec.residual_scale, spec.logits_scale) == (12.0, 0.2, 0.125)
+    assert spec.attention.score_scale == 0.5
+
+
+def test_a_text_part_is_a_model(tmp_path: Path) -> None:
+    """With what only the whole says."""
+    text = {name: value for name, value in MINIMAL.items() if name not in ("model_type", "vocab_size")}
+    fields = dict.fromkeys(text, ...) | {"model_type": "mistral3", "text_config": text, "torch_dtype": "bfloat16"}
+    assert read(tmp_path, **fields) == read(tmp_path, model_type="mistral", torch_dtype="bfloat16")
+
+
 def test_yarn_parameters(tmp_path: Path) -> None:
     same = {"factor": 4.0, "attention_factor": 1.25, "mscale": 0.7, "mscale_all_dim": 0.9, "truncate": False}
     full = same | {"rope_type": "yarn", "original_max_position_embeddings": 64, "beta_fast": 16, "beta_slow": 2}
@@ -186,7 +227,7 @@ def test_end_tokens(tmp_path: Path) -> None:
         ({"model_type": ...}, "model_type is missing"),
         (
             {"model_type": "gpt2"},
-            "model_type 'gpt2' is not supported; supported: llama, mistral, mixtral, qwen2, qwen3",
+            "model_type 'gpt2' is not supported; supported: gemma, gemma2, gemma3, ",
         ),
         (MOE | {"num_experts_per_tok": 129}, "num_experts_per_tok (129) is more than num_experts (128)"),
         (MOE | {"num_experts": 1025}, "num_experts is 1025: expected an integer of at most 1024"),
@@ -210,7 +251,17 @@ def test_end_tokens(tmp_path: Path) -> None:
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes': expected true or false"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear': expected an object"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_scaling.rope_type 'dynamic' is not supported"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type 'longrope' is not supported"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.short_factor is None: expected a list"),
+        (LONG_ROPE | {"head_dim": 32}, "rope_scaling has 2 factors for 16 pairs of dimensions"),
+        ({"model_type": "glm4", "partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),
+        ({"model_type": "glm4", "head_dim": 10}, "partial_rotary_factor turns 5 of 10 dimensions: expected an even"),
+        ({"model_type": "mistral", "rope_parameters": YARN_BY_POSITION}, "llama_4_scaling_beta other than 0"),
+        ({"model_type": "olmo3", "rope_parameters": {"rope_theta": 1e4}}, "rope_parameters must have the sections"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers must be a list of"),
+        ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling is 0: expected a positive number"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention is set"),
+        ({"model_type": "mistral3", "text_config": {"model_type": "bert"}}, "model_type 'bert' is not supported"),
+        ({"model_type": "mistral3", "text_config": {"vocab_size": 0}}, "text_config.vocab_size is 0"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling.factor is 0.5"),
         ({"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 4.0}}, "rope_scaling.low_freq_factor (4) must be"),

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.cases.models import make_checkpoint
+from tests.cases.models import heads, make_checkpoint
 from toka_async.checkpoint.division import group_experts, stage_parts
 from toka_async.checkpoint.spec import ModelError, read_spec
+from toka_async.model.attention import Attention
 from toka_async.model.comm import LocalComm
 from toka_async.model.decoder import Decoder
+from toka_async.model.dense_feed import DenseFeed
 from toka_async.model.layers import HeadNorm, RMSNorm
 from toka_async.model.weights import build_decoder, load_weights, random_weights
 
@@ -38,7 +41,7 @@ def edit(folder: Path, **changes: Tensor | None) -> None:
     save_file({name: value for name, value in tensors.items() if value is not None}, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral", "olmo2", "granite"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_tensor_is_in_its_place(tmp_path: Path, family: str, tied: bool) -> None:
     folder = make_checkpoint(tmp_path, family, tie_word_embeddings=tied)
@@ -47,6 +50,43 @@ def test_every_tensor_is_in_its_place(tmp_path: Path, family: str, tied: bool) -
     assert set(parts) == set(stored)
     for name, part in parts.items():
         assert torch.equal(part.target, stored[name].expand_as(part.target)), name
+
+
+@pytest.mark.parametrize("layout", ["published", "saved"])
+@pytest.mark.parametrize(("family", "text"), [("mistral3", "mistral"), ("gemma3", "gemma3_text")])
+def test_a_text_part_is_loaded_from_a_model_that_sees(tmp_path: Path, family: str, text: str, layout: str) -> None:
+    """By the names of published checkpoints, and by those that transformers saves."""
+    whole, alone = make_checkpoint(tmp_path / "whole", family), make_checkpoint(tmp_path / "alone", text)
+    assert read_spec(whole) == read_spec(alone)
+    if layout == "saved":
+        names = {"language_model.model.": "model.language_model.", "language_model.": "", "vision": "model.vision"}
+        stored = load_file(whole / "model.safetensors")
+        for old, new in names.items():
+            stored = {name.replace(old, new) if name.startswith(old) else name: each for name, each in stored.items()}
+        save_file(stored, whole / "model.safetensors")
+    for one, other in zip(load(whole).parameters(), load(alone).parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_fused_tensors_are_divided_by_their_parts(tmp_path: Path, rank: int) -> None:
+    """Heads are reordered so that what turns together is half a head apart."""
+    folder = make_checkpoint(tmp_path, "phi3", **heads(4, 2, 32, head_dim=8))
+    stored = load_file(folder / "model.safetensors")
+    place = SimpleNamespace(rank=rank, size=2)
+    decoder = build_decoder(read_spec(folder), torch.float32, CPU, place)
+    load_weights(decoder, folder)
+    mixer = decoder.list_layers()[0].mixer
+    assert isinstance(mixer, Attention)
+    query, key, value = stored["model.layers.0.self_attn.qkv_proj.weight"].tensor_split([32, 48])
+    order = torch.tensor([0, 1, 4, 5, 2, 3, 6, 7])
+    own = [query.view(4, 8, 32)[2 * rank : 2 * rank + 2], key.view(2, 8, 32)[rank, None]]
+    expected = [*(part[:, order].flatten(0, 1) for part in own), value.view(2, 8, 32)[rank]]
+    assert torch.equal(mixer.qkv.plain, torch.cat(expected))  # type: ignore[arg-type]
+    gate, up = stored["model.layers.0.mlp.gate_up_proj.weight"].chunk(2)
+    feed = decoder.list_layers()[0].feed
+    assert isinstance(feed, DenseFeed)
+    assert torch.equal(feed.gate_up.plain, torch.cat([gate.chunk(2)[rank], up.chunk(2)[rank]]))  # type: ignore[arg-type]
 
 
 def test_what_is_loaded_is_told(tmp_path: Path) -> None:
@@ -253,7 +293,7 @@ def test_random_weights_are_those_of_the_whole_model(
             for name, part in decoder.parts():
                 seen.add(name)
                 if "_norm." not in name:  # a row for each head, of which a rank has some
-                    assert torch.equal(part.target, whole[name][part.indices])
+                    assert torch.equal(part.target, part.cut(whole[name]))
     assert seen == whole.keys()
 
 

@@ -26,14 +26,17 @@ def build_invariant_attention(
     windows: Sequence[int],
     max_seqs: int,
     scale: float | None = None,
+    soft_cap: float = 0.0,
 ) -> BuiltAttention:
     """Builds the backend over `cache`, for steps of up to max_seqs rows. windows: of each layer, 0: none.
+
+    soft_cap: of scores, see `AttentionSpec`.
 
     Raises ModelError when the backend cannot attend over this cache; the message says why, and what can.
     """
     assert backend != "flashinfer", "a kernel of its own for decoding rows, split by the batch"
-    if resolve_backend(backend, cache) == "reference":
-        return BuiltAttention(TokenAttention(cache, num_heads, windows, scale), pays=no_group_pays)
+    if resolve_backend(backend, cache, soft_cap) == "reference":
+        return BuiltAttention(TokenAttention(cache, num_heads, windows, scale, soft_cap), pays=no_group_pays)
     from toka_async.attention.paged import PagedAttention
 
     def make_decode() -> InvariantDecode:

@@ -16,7 +16,7 @@ from torch import Tensor
 from toka_async.attention.base import AttentionBatch, QueryKeyNorm
 from toka_async.attention.blocks import Planner, TileLimits
 from toka_async.attention.kv_cache import KVCache, view_numbers
-from toka_async.attention.reference import append_tokens
+from toka_async.attention.reference import append_tokens, compute_scores
 
 
 @dataclass(slots=True, frozen=True)
@@ -31,12 +31,20 @@ class _TokenKeys:
 class TokenAttention:
     """`AttentionBackend` over a `KVCache`, with a sliding window per layer (0: none). Groups are not shared."""
 
-    def __init__(self, cache: KVCache, num_heads: int, windows: Sequence[int], scale: float | None = None) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        num_heads: int,
+        windows: Sequence[int],
+        scale: float | None = None,
+        soft_cap: float = 0.0,
+    ) -> None:
         assert num_heads % cache.num_kv_heads == 0
         self.cache = cache
         self.num_heads = num_heads
         self.windows = tuple(windows)
         self.scale = scale if scale is not None else cache.head_dim**-0.5
+        self.soft_cap = soft_cap
         self.planner = Planner(cache, num_heads // cache.num_kv_heads, TileLimits())
         self.write_slots = self.planner.heads
         self.plans: dict[int, list[_TokenKeys]] = {}
@@ -53,7 +61,11 @@ class TokenAttention:
         for token, seen in enumerate(self.plans[self.windows[layer]]):
             keys, values = self._gather(self.cache.keys[layer], seen), self._gather(self.cache.values[layer], seen)
             own = query[token].clone().view(1, self.cache.num_kv_heads, -1, self.cache.head_dim)
-            mixed = F.scaled_dot_product_attention(own, keys, values, scale=self.scale * scales.keys)
+            scale = self.scale * scales.keys
+            if self.soft_cap:
+                mixed = compute_scores(own, keys, scale, self.soft_cap).softmax(dim=-1).to(values.dtype) @ values
+            else:
+                mixed = F.scaled_dot_product_attention(own, keys, values, scale=scale)
             output[token] = mixed.view_as(output[token]) * scales.values
         return output
 

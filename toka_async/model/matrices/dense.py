@@ -10,6 +10,7 @@ from toka_async.checkpoint.matrix_spec import MatrixSpec
 from toka_async.model.matrices.matrix import Matrix, Rows
 from toka_async.model.matrices.ops import Norm, Ops
 from toka_async.model.matrices.part import WeightPart, make_unset
+from toka_async.model.matrices.pieces import list_pieces
 from toka_async.model.matrices.share import Share
 
 
@@ -56,10 +57,8 @@ class DenseMatrix(nn.Module):
         return self.ops.add_linear(residual, rows.values, self.weight, self.bias)
 
     def parts(self) -> Iterator[tuple[str, WeightPart]]:
-        start = 0
-        for name, share in zip(self.spec.names, self.outputs, strict=True):
-            rows = slice(start, start + share.size)
-            start += share.size
-            yield f"{name}.weight", WeightPart(self.weight.data[rows], (share, self.inputs))
+        for piece in list_pieces(self.spec, self.outputs):
+            weight, shares = self.weight.data[piece.rows], (piece.share, self.inputs)
+            yield f"{piece.name}.weight", WeightPart(weight, shares, order=piece.order)
             if self.bias is not None:
-                yield f"{name}.bias", WeightPart(self.bias.data[rows], (share,))
+                yield f"{piece.name}.bias", WeightPart(self.bias.data[piece.rows], (piece.share,), order=piece.order)

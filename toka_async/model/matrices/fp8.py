@@ -17,8 +17,9 @@ from toka_async.kernels.scaled_weight import BLOCK, Quantized, ScaledWeight
 from toka_async.model.matrices.matrix import Matrix, Rows
 from toka_async.model.matrices.ops import Norm, Ops
 from toka_async.model.matrices.part import WeightPart, make_unset
+from toka_async.model.matrices.pieces import list_pieces
 from toka_async.model.matrices.scaling import FP8, dequantize, quantize
-from toka_async.model.matrices.share import Share, whole_of
+from toka_async.model.matrices.share import JoinedShare, Share, whole_of
 
 _LINE = 4  # scales that a row of blocks has a multiple of, as cuBLASLt reads them
 
@@ -121,36 +122,46 @@ class Fp8Matrix(nn.Module):
         return dequantize(self.weight, self.scales[:, None], 1, self.shape[1]).to(self.dtype)
 
     def parts(self) -> Iterator[tuple[str, WeightPart]]:
-        start = 0
-        for name, share in zip(self.spec.names, self.outputs, strict=True):
-            rows = slice(start, start + share.size)
-            start += share.size
-            blocks = slice(rows.start // BLOCK, rows.stop // BLOCK)
+        for piece in list_pieces(self.spec, self.outputs):
+            rows, values = piece.rows, self.weight.data[piece.rows]
+            blocks = slice((rows.start or 0) // BLOCK, (rows.stop or len(values)) // BLOCK)
             scales = self.scales.data[blocks] if self.by_block else self.scales.data[rows, None]
-            yield from list_scaled_parts(self.quantization, name, self.weight.data[rows], scales, share, self.inputs)
+            yield from list_scaled_parts(
+                self.quantization, piece.name, values, scales, piece.share, self.inputs, piece.order
+            )
             if self.bias is not None:
-                yield f"{name}.bias", WeightPart(self.bias.data[rows], (share,))
+                yield f"{piece.name}.bias", WeightPart(self.bias.data[rows], (piece.share,), order=piece.order)
 
 
 def list_scaled_parts(
-    quantization: Quantization, name: str, values: Tensor, scales: Tensor, share: Share, inputs: Share
+    quantization: Quantization,
+    name: str,
+    values: Tensor,
+    scales: Tensor,
+    share: Share | JoinedShare,
+    inputs: Share,
+    order: Tensor | None = None,
 ) -> Iterator[tuple[str, WeightPart]]:
     """Yields where a checkpoint's matrix goes: the rank's outputs and inputs of it.
 
-    values: [outputs, inputs]. scales: [outputs, 1], or [output blocks, input blocks or more].
+    values: [outputs, inputs]. scales: [outputs, 1], or [output blocks, input blocks or more]. order: see `WeightPart`;
+    a block keeps its rows.
     """
     by_block = quantization.scaling == "block"
     scale_shares = (share.divided(BLOCK), inputs.divided(BLOCK)) if by_block else (share, whole_of(1))
     if quantization.scale_name:
-        yield f"{name}.weight", WeightPart(values, (share, inputs), ("F8_E4M3",))
+        yield f"{name}.weight", WeightPart(values, (share, inputs), ("F8_E4M3",), order=order)
         scales = scales[:, : scale_shares[1].size]
-        yield f"{name}.{quantization.scale_name}", WeightPart(scales, scale_shares, constant=1.0)
+        yield (
+            f"{name}.{quantization.scale_name}",
+            WeightPart(scales, scale_shares, constant=1.0, order=None if by_block else order),
+        )
     elif by_block:
         store = partial(_store, values, scales[:, : scale_shares[1].size], BLOCK, BLOCK, slice(None))
-        yield f"{name}.weight", WeightPart(values, (share, inputs), store=store)
+        yield f"{name}.weight", WeightPart(values, (share, inputs), store=store, order=order)
     else:  # a channel's scale is that of all its inputs, whichever a rank has, so that ranks hold the same numbers
         store = partial(_store, values, scales, 1, inputs.total, inputs.indices)
-        yield f"{name}.weight", WeightPart(values, (share, whole_of(inputs.total)), store=store)
+        yield f"{name}.weight", WeightPart(values, (share, whole_of(inputs.total)), store=store, order=order)
 
 
 def _store(values: Tensor, scales: Tensor, rows: int, columns: int, own: slice, numbers: Tensor) -> None:

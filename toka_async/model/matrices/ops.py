@@ -31,8 +31,9 @@ class Ops(Protocol):
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """RMSNorm (arXiv:1910.07467) of the residual after `x` is added to it.
 
-        x, residual: [t, hidden]; a residual of None counts as zeros. weight: [hidden]. Returns both in x's dtype:
-        rms_norm(sum) * weight, accumulated in float32, and the sum, which is rounded to the dtype first.
+        x, residual: [t, hidden]; a residual of None counts as zeros. weight: [hidden], of x's dtype or float32. Returns
+        both in x's dtype: rms_norm(sum) * weight, accumulated in float32, and the sum, which is rounded to the dtype
+        first.
         """
         ...
 
@@ -84,7 +85,8 @@ class TorchOps:
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if residual is not None:
             x = residual + x
-        return F.rms_norm(x, weight.shape, weight, eps), x
+        wide = x if weight.dtype == x.dtype else x.to(weight.dtype)
+        return F.rms_norm(wide, weight.shape, weight, eps).to(x.dtype), x
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

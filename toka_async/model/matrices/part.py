@@ -6,13 +6,15 @@ updates in place share one description.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from toka_async.model.matrices.share import Share
+from toka_async.model.matrices.share import JoinedShare, Share
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # types of tensors in safetensors files
 
@@ -22,16 +24,18 @@ class WeightPart:
     """Where one tensor of a checkpoint goes.
 
     target: the rank's values, a view of a parameter; a source with fewer dimensions is repeated over it. shares: the
-    rank's part of each of the tensor's dimensions. dtypes: what the tensor's type may be. constant: the value of random
-    weights; None: they are normally distributed. store: stores the rank's values in a way of its own; None: they are
-    copied to the target.
+    rank's part of each of the tensor's dimensions; of the first one there may be several runs. dtypes: what the
+    tensor's type may be. constant: the value of random weights; None: they are normally distributed. store: stores the
+    rank's values in a way of its own; None: they are copied to the target. order: int64, on the CPU: which of the
+    rank's rows each row of the target is; None: they are in order.
     """
 
     target: Tensor
-    shares: tuple[Share, ...]
+    shares: tuple[Share | JoinedShare, ...]
     dtypes: tuple[str, ...] = FLOATS
     constant: float | None = None
     store: Callable[[Tensor], None] | None = None
+    order: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -43,12 +47,19 @@ class WeightPart:
         return all(share.is_whole for share in self.shares)
 
     @property
-    def indices(self) -> tuple[slice, ...]:
-        """Cuts the rank's part out of the tensor."""
-        return tuple(share.indices for share in self.shares)
+    def runs(self) -> Iterator[tuple[Share, ...]]:
+        """Yields the runs of the first dimension, each with the other dimensions' shares."""
+        return product(*(share.runs for share in self.shares))
+
+    def cut(self, tensor: Any) -> Tensor:
+        """Cuts the rank's part out of a tensor, or of a slice of a safetensors file."""
+        runs: list[Tensor] = [tensor[tuple(share.indices for share in run)] for run in self.runs]
+        return runs[0] if len(runs) == 1 else torch.cat(runs)
 
     def write(self, values: Tensor) -> None:
         """Stores the rank's values, of any floating dtype, on any device."""
+        if self.order is not None:
+            values = values.index_select(0, self.order.to(values.device))
         if self.store is None:
             self.target.copy_(values)
         else:

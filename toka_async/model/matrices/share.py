@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 from toka_async.checkpoint.matrix_spec import Units
@@ -40,8 +41,42 @@ class Share:
         return self.size == self.total
 
     @property
+    def runs(self) -> tuple[Share, ...]:
+        return (self,)
+
+    @property
     def indices(self) -> slice:
         return slice(self.start, self.start + self.size)
+
+
+@dataclass(slots=True, frozen=True)
+class JoinedShare:
+    """A rank's parts of several ranges of rows that are one after the other in a tensor."""
+
+    shares: tuple[Share, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(share.total for share in self.shares)
+
+    @property
+    def is_whole(self) -> bool:
+        return all(share.is_whole for share in self.shares)
+
+    @property
+    def runs(self) -> tuple[Share, ...]:
+        """Returns each part as one of the whole tensor."""
+        if self.is_whole:
+            return (whole_of(self.total),)
+        starts = accumulate((share.total for share in self.shares), initial=0)
+        return tuple(
+            Share(self.total, start + share.start, share.size)
+            for start, share in zip(starts, self.shares, strict=False)
+        )
+
+    def divided(self, num: int) -> JoinedShare:
+        """See `Share.divided`."""
+        return JoinedShare(tuple(share.divided(num) for share in self.shares))
 
 
 def whole_of(total: int) -> Share:

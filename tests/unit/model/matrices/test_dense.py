@@ -54,7 +54,7 @@ def test_its_parts_are_the_checkpoints_matrices_side_by_side() -> None:
         "q.weight": (8, 3), "q.bias": (8,), "k.weight": (4, 3), "k.bias": (4,),
     }  # fmt: skip
     for part in parts.values():
-        part.write(torch.arange(part.shape[0]).view(-1, *[1] * (len(part.shape) - 1)).expand(part.shape)[part.indices])
+        part.write(part.cut(torch.arange(part.shape[0]).view(-1, *[1] * (len(part.shape) - 1)).expand(part.shape)))
     assert matrix.bias is not None
     assert matrix.bias.tolist() == matrix.weight[:, 0].tolist() == [4, 5, 6, 7, 2, 3]
     assert matrix.shape == (6, 3)

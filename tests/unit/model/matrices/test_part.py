@@ -11,7 +11,7 @@ def test_a_rank_cuts_its_part_out_and_keeps_its_address() -> None:
     part = WeightPart(parameter.data[:, 1:], (Share(4, 2, 2), whole_of(2)))
     whole = torch.arange(8.0).view(part.shape)
     before = parameter.data_ptr()
-    part.write(whole[part.indices].double())
+    part.write(part.cut(whole).double())
     assert parameter[:, 1:].tolist() == [[4, 5], [6, 7]]
     assert parameter.data_ptr() == before
     assert not parameter.requires_grad
@@ -21,7 +21,7 @@ def test_a_rank_cuts_its_part_out_and_keeps_its_address() -> None:
 def test_a_part_may_have_no_values_on_a_rank() -> None:
     """So that the rank knows the name of a tensor that others have."""
     part = WeightPart(make_unset(0, 2), (Share(4, 0, 0), whole_of(2)))
-    part.write(torch.ones(part.shape)[part.indices])
+    part.write(part.cut(torch.ones(part.shape)))
     assert part.shape == (4, 2)
 
 

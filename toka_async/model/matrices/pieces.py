@@ -1,0 +1,49 @@
+"""Lists what tensors of a checkpoint a rank's matrix is made of, and in which order their rows lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
+from toka_async.model.matrices.share import JoinedShare, Share
+
+
+@dataclass(slots=True, frozen=True)
+class MatrixPiece:
+    """A tensor's rows in a matrix.
+
+    name: of the tensors, without what follows the last point. rows: of the rank's matrix. share: of the tensor's rows.
+    order: int64 [rows], which of the rank's rows of the tensor each one is; None: they are in order.
+    """
+
+    name: str
+    rows: slice
+    share: Share | JoinedShare
+    order: Tensor | None
+
+
+def list_pieces(spec: MatrixSpec, outputs: Sequence[Share]) -> Iterator[MatrixPiece]:
+    """outputs: the rank's part of each of the checkpoint's matrices."""
+    orders = [_order_rows(units, share.size) for units, share in zip(spec.outputs, outputs, strict=True)]
+    starts = [sum(share.size for share in outputs[:index]) for index in range(len(outputs))]
+    if spec.fused:
+        whole = torch.cat([start + order for start, order in zip(starts, orders, strict=True)])
+        yield MatrixPiece(spec.fused, slice(None), JoinedShare(tuple(outputs)), _simplify(whole))
+        return
+    for name, start, share, order in zip(spec.names, starts, outputs, orders, strict=True):
+        yield MatrixPiece(name, slice(start, start + share.size), share, _simplify(order))
+
+
+def _order_rows(units: Units, num_rows: int) -> Tensor:
+    rows = torch.arange(num_rows, device="cpu")
+    if not units.order:
+        return rows
+    return rows.view(-1, units.size)[:, torch.tensor(units.order, device="cpu")].flatten()
+
+
+def _simplify(order: Tensor) -> Tensor | None:
+    return None if torch.equal(order, torch.arange(len(order), device="cpu")) else order
