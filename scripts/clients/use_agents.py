@@ -29,7 +29,7 @@ class Answer(BaseModel):
     is_gift: bool
 
 
-@function_tool
+@function_tool  # type: ignore[untyped-decorator]
 def pay(currency: Literal["EUR", "USD"]) -> str:
     """Pays."""
     return f"paid in {currency}"

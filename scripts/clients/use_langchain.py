@@ -23,9 +23,9 @@ NONE = {**SHORT, "4": 90, "95": 100}  # an object ends before it has anything
 THREE = {**SHORT, "15": -100, **{str(token_id): -100 for token_id in range(18, 28) if token_id != 21}}  # no other digit
 
 
-class TestChats(ChatModelIntegrationTests):
+class TestChats(ChatModelIntegrationTests):  # type: ignore[misc]
     @property
-    def chat_model_class(self) -> type[Any]:
+    def chat_model_class(self) -> Any:
         return ChatOpenAI
 
     @property

@@ -1,4 +1,4 @@
-"""pydantic-ai 2.68.0: typed answers by tools, by JSON schema and by prompt, and strict tools, on both APIs, and streamed.
+"""pydantic-ai 2.68.0: typed answers by tools and by JSON schema, strict tools, on both APIs, and streamed.
 
 toka-async serve model.chat_template=scripts/clients/tools.jinja &
 python scripts/clients/use_pydantic_ai.py http://127.0.0.1:10210/v1
@@ -41,7 +41,7 @@ async def use(model: Any) -> None:
     called: list[str] = []
     caller: Any = Agent(model, output_type=[ToolOutput(Answer, strict=True)], model_settings=SETTINGS)
 
-    @caller.tool_plain(strict=True)
+    @caller.tool_plain(strict=True)  # type: ignore[untyped-decorator]
     def pay(currency: Literal["EUR", "USD"]) -> str:
         """Pays."""
         called.append(currency)
