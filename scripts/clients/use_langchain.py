@@ -20,7 +20,12 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 NO_BLANKS = {"200": -100, "201": -100, "204": -100, "223": -100}  # the tokens of white space
 SHORT = {**NO_BLANKS, "4": 100, "95": 90, "0": 80}  # the ends of strings, of objects and of the answer
 NONE = {**SHORT, "4": 90, "95": 100}  # an object ends before it has anything
-THREE = {**SHORT, "15": -100, **{str(token_id): -100 for token_id in range(18, 28) if token_id != 21}}  # no other digit
+THREE = {
+    **SHORT,
+    "15": -100,
+    "318": -100,
+    **{str(token_id): -100 for token_id in range(18, 28) if token_id != 21},
+}  # no other digit
 
 
 class TestChats(ChatModelIntegrationTests):  # type: ignore[misc]
