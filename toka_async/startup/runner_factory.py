@@ -462,6 +462,7 @@ class RunnerFactory:
                 choose=choose,
                 with_flashinfer=with_flashinfer,
                 show=show,
+                has_sinks=spec.attention.sinks,
             )
         group_min_seqs, group_min_tokens = self.groups.world.agree(attention.smallest_group, tuple[int, int])
         ready = Ready(
