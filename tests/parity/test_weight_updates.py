@@ -24,6 +24,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": heads(5, 1, 40, attention_bias=True),
     "phi3": {},
     "glm4": {},
+    "gemma4_text": {},
     "qwen3_moe-mixed-layers": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
 }
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9] * 4, [200, 3, 4], [7] * 20]

@@ -26,6 +26,7 @@ COVERED = {
     "e2e/trainers/test_updates.py": ["client/trainer", "transfer/torch_group"],
     "e2e/test_tensor_parallel.py": ["startup/process_groups", "startup/rank_coords"],
     "parity/test_weight_updates.py": ["weights/catalog", "weights/checksums", "weights/update"],
+    "parity/test_families.py": ["startup/rank_attention"],
     "parity/test_decoder.py": ["kernels/activation", "model/attention", "model/layers", "model/mixer"],
     "unit/attention/test_paged.py": ["attention/triton"],
     "unit/attention/test_reference.py": ["attention/blocks", "attention/copies"],
