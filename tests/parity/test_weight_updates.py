@@ -26,6 +26,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "glm4": {},
     "gemma4_text": {},
     "qwen3_moe-mixed-layers": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "gpt_oss": {},
 }
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9] * 4, [200, 3, 4], [7] * 20]
 NUM_TOKENS = 24

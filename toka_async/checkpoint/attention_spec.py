@@ -28,10 +28,11 @@ class AttentionSpec(msgspec.Struct, frozen=True, tag="attention", kw_only=True):
 
     window: how many positions a token sees, itself included; 0: all before it. rope: None: positions do not count.
     scale: of scores; None: head_dim ** -0.5. soft_cap: c of c * tanh(score / c); 0: none. sinks: each head has a score
-    of nothing in its softmax. gated: outputs are multiplied with the sigmoid of a gate of the query's projection. bias:
-    query, key and value projections have one. output_bias: the output projection has one. fused: the name of the one
-    tensor that checkpoints have for queries, keys and values; empty: each has its own. values_are_keys: values are what
-    the key projection makes, before keys are normed and turned. value_norm: RMSNorm of value heads, without weights.
+    of nothing in its softmax; of all layers or none. gated: outputs are multiplied with the sigmoid of a gate of the
+    query's projection. bias: query, key and value projections have one. output_bias: the output projection has one.
+    fused: the name of the one tensor that checkpoints have for queries, keys and values; empty: each has its own.
+    values_are_keys: values are what the key projection makes, before keys are normed and turned. value_norm: RMSNorm of
+    value heads, without weights.
     """
 
     num_heads: int
@@ -105,4 +106,5 @@ class AttentionSpec(msgspec.Struct, frozen=True, tag="attention", kw_only=True):
 
     def count_weights(self) -> int:
         """Counts the parameters beside the matrices."""
-        return (self.head_norm is not None) * (self.num_heads + self.num_kv_heads) * self.head_dim
+        norm = (self.head_norm is not None) * (self.num_heads + self.num_kv_heads) * self.head_dim
+        return norm + self.sinks * self.num_heads

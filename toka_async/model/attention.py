@@ -16,8 +16,8 @@ from toka_async.model.layers import HeadNorm, InputNorm, ProjectionNorm, ValueNo
 from toka_async.model.matrices.build import build_matrix
 from toka_async.model.matrices.matrix import MatrixUse
 from toka_async.model.matrices.ops import Ops
-from toka_async.model.matrices.part import WeightPart
-from toka_async.model.matrices.share import share_units
+from toka_async.model.matrices.part import WeightPart, make_unset
+from toka_async.model.matrices.share import share_of, share_units
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -36,6 +36,8 @@ class Attention(nn.Module):
         num_values = share_units(qkv.outputs[2], comm).size // self.dim
         self.value_norm = ValueNorm(num_values, spec.norm.eps) if attention.value_norm else None
         self.output = build_matrix(output, comm, ops)
+        self.own_heads = share_of(attention.num_heads, comm)
+        self.sinks = make_unset(self.own_heads.size) if attention.sinks else None
 
     def forward(
         self,
@@ -56,7 +58,7 @@ class Attention(nn.Module):
         if self.value_norm is not None:
             self.value_norm(heads)
         head_norm = self.head_norm() if self.head_norm is not None else None
-        return backend.attend(self.index, heads, rotation, head_norm).flatten(1), residual
+        return backend.attend(self.index, heads, rotation, head_norm, self.sinks).flatten(1), residual
 
     def uses(self, normed: bool) -> Iterator[MatrixUse]:
         yield MatrixUse(self.qkv, normed=normed)
@@ -67,6 +69,8 @@ class Attention(nn.Module):
         norm = self.head_norm or self.projection_norm
         if norm is not None:
             yield from norm.parts()
+        if self.sinks is not None:
+            yield "self_attn.sinks", WeightPart(self.sinks.data, (self.own_heads,))
 
 
 def _build_norms(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from toka_async.model.comm import Comm, LocalComm
 from toka_async.model.decoder import Decoder
 from toka_async.model.matrices.ops import Ops, TorchOps
 from toka_async.model.matrices.part import WeightPart
+from toka_async.model.mxfp4 import BLOCKS, SCALES, Mxfp4Slice
 
 
 def build_decoder(
@@ -163,17 +164,31 @@ def _open_tensors(
     decoder: Decoder, parts: Mapping[str, WeightPart], model_dir: Path
 ) -> Iterator[tuple[Path, str, Any]]:
     """Yields the file, name and slice of each tensor that has a place."""
-    for path in weight_files(model_dir):
+    paths = weight_files(model_dir)
+    for path in paths:
         try:
             with safe_open(path, framework="pt") as file:
                 for full_name in file.keys():  # noqa: SIM118 - safe_open is no mapping
                     name = find_text_name(full_name)
                     if name in parts:
                         yield path, name, file.get_slice(full_name)
-                    elif not is_of_other_part(full_name):
+                    elif (whole := name.removesuffix(BLOCKS)) in parts:
+                        scales = _find_scales(whole + SCALES, [path, *paths])
+                        yield path, whole, Mxfp4Slice(file.get_slice(full_name), scales, parts[whole].target.device)
+                    elif name.removesuffix(SCALES) not in parts and not is_of_other_part(full_name):
                         _check_unexpected(path, name, decoder.part)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: is not a readable safetensors file ({error}); download it again") from None
+
+
+def _find_scales(name: str, paths: Sequence[Path]) -> Tensor:
+    """Reads the scales of blocks, which may be in another file than these."""
+    for path in paths:
+        with safe_open(path, framework="pt") as file:
+            if name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                scales: Tensor = file.get_tensor(name)
+                return scales
+    raise ModelError(f"{paths[0]}: tensor {name} is missing from the weights")
 
 
 def _read(path: Path, name: str, part: WeightPart, tensor: Any) -> Tensor:

@@ -44,7 +44,8 @@ def list_compile_tasks(
         if kind.head_dim <= LARGEST_HEAD and not kind.soft_cap:
             shape = 1, _NUM_PAGES, kind.num_kv_heads, page_size, kind.head_dim
             cache = KVCache(*shape, dtype, device, stored=CacheFormat(stored))
-            tasks += list_triton_trials(cache, kind.num_heads, [spec.windows[layer] for layer in layers])
+            windows = [spec.windows[layer] for layer in layers]
+            tasks += list_triton_trials(cache, kind.num_heads, windows, kind.sinks)
     if spec.vocab_size:
         from toka_async.runner.kernel_sampler import try_editing, try_sampling
 

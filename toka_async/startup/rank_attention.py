@@ -56,4 +56,5 @@ def _build(kind: AttentionSpec, windows: Sequence[int], cache: KVCache, setup: A
         choose=setup.choose,
         with_flashinfer=setup.with_flashinfer,
         show=setup.show,
+        has_sinks=kind.sinks,
     )

@@ -52,8 +52,9 @@ def test_expressions_are_parts_of_larger_grammars() -> None:
 def test_blanks_are_bounded_unless_the_caller_says_how_they_are() -> None:
     schema = {"type": "array", "items": {"type": "integer"}}
     grammar = make_grammar(write_json(schema, strict=True))
-    assert matches(grammar, "[\n" + " " * 60 + "1]")
-    assert not matches(grammar, "[" + " " * 65 + "1]")
+    assert matches(grammar, "[\n" + " " * 20 + "1\n]")
+    assert not matches(grammar, "[\n" + " " * 21 + "1]")
+    assert not matches(grammar, "[\n\n1]")
     compact = make_grammar(write_json(schema, strict=True, options={"whitespace_flexible": False}))
     assert matches(compact, "[1,2]")
     assert not matches(compact, "[1, 2]")

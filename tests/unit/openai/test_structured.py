@@ -38,7 +38,7 @@ def test_nothing_is_asked_for() -> None:
         ({"structured_outputs": {"regex": "a+"}}, "aaa", "b"),
         ({"structured_outputs": {"choice": ["a", "b"]}}, "b", "c"),
         ({"structured_outputs": {"grammar": 'root ::= "x"'}}, "x", "y"),
-        ({"guided_json": {"const": [1, 2]}}, "[1,  2]", "[1]"),
+        ({"guided_json": {"const": [1, 2]}}, "[1, 2]", "[1]"),
         ({"guided_json": {"const": [1, 2]}, "guided_whitespace_pattern": "_?"}, "[1,_2]", "[1, 2]"),
         ({"structured_outputs": {"json": {"const": [1, 2]}, "disable_any_whitespace": True}}, "[1,2]", "[1, 2]"),
         ({"structured_outputs": {"json": {"const": [1, 2]}, "whitespace_pattern": "-?"}}, "[1,-2]", "[1, 2]"),

@@ -249,9 +249,9 @@ def prompt_logprobs(tokenizer: Tokenizer, rows: TokenRows, ranks: Int32, num_top
     entries: PromptLogprobs = [None]
     columns = (rows.token_ids.tolist(), numbers(rows.logprobs), ranks.tolist(), likeliest(rows, num_top))
     for token_id, logprob, own_rank, tops in zip(*columns, strict=True):
-        entry: dict[str, PromptLogprob] = {}
+        # Its own entry comes first, as vLLM's: clients read that one.
+        entry = {str(token_id): PromptLogprob(logprob, own_rank, tokenizer.token_text(token_id))}
         for rank, (top_id, value) in enumerate(tops, start=1):
             entry[str(top_id)] = PromptLogprob(value, rank, tokenizer.token_text(top_id))
-        entry.setdefault(str(token_id), PromptLogprob(logprob, own_rank, tokenizer.token_text(token_id)))
         entries.append(entry)
     return entries

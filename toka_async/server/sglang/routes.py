@@ -13,7 +13,7 @@ from toka_async.server.sglang import control, info, weights
 from toka_async.server.sglang.generate import generate
 from toka_async.server.sglang.requests import SglangRequest
 from toka_async.server.sglang.responses import SglangSample
-from toka_async.server.vllm.info import INFO_QUERY, ServerInfo, get_server_info
+from toka_async.server.vllm.info import INFO_QUERY, ServerInfo, WeightInfo, get_server_info, get_weight_info
 from toka_async.server.vllm.routes import OF_CONTROL
 
 describe_update = partial(Operation, answer=weights.UpdateOutcome, refusal=weights.UpdateOutcome, statuses=OF_CONTROL)
@@ -43,6 +43,19 @@ ROUTES: Routes = {
         get_server_info,
         Operation(
             name="getServerInfoToo", summary="The older name of /server_info", query=INFO_QUERY, answer=ServerInfo
+        ),
+    ),
+    ("GET", "/get_weight_version"): (
+        get_weight_info,
+        Operation(name="getWeightVersion", summary="The version of the weights", answer=WeightInfo),
+    ),
+    ("GET", "/v1/loads"): (
+        info.get_loads,
+        Operation(
+            name="getLoads",
+            summary="How many sequences run and wait on each replica",
+            query=info.LOADS_QUERY,
+            answer=info.Loads,
         ),
     ),
     ("GET", "/health_generate"): (

@@ -197,7 +197,8 @@ async def test_events(server: WebServer, document: dict[str, Any], path: str) ->
 
 async def test_small_answers(server: WebServer, document: dict[str, Any]) -> None:
     infos = ("/get_world_size", "/weight_info", "/is_paused", "/server_info", "/tokenizer_info", "/model_info")
-    for path in ("/v1/models", "/health", "/ping", "/load", "/version", STATE, *infos):
+    more = ("/get_weight_version", "/v1/loads")
+    for path in ("/v1/models", "/health", "/ping", "/load", "/version", STATE, *infos, *more):
         schema = document["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
         _, answer = await server.get(path)
         assert is_valid(document, schema, answer)
