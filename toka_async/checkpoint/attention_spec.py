@@ -56,6 +56,20 @@ class AttentionSpec(msgspec.Struct, frozen=True, tag="attention", kw_only=True):
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
+    def kind(self) -> AttentionSpec:
+        """Returns what layers have in common that share a cache and a backend."""
+        return AttentionSpec(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rope=None,
+            scale=self.scale,
+            soft_cap=self.soft_cap,
+            sinks=self.sinks,
+            head_norm=self.head_norm,
+        )
+
+    @property
     def cached_values(self) -> int:
         """How many numbers a token leaves in the KV cache."""
         return 2 * self.num_kv_heads * self.head_dim
@@ -74,7 +88,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, tag="attention", kw_only=True):
         """Names what tensor ranks divide."""
         return f"{self.num_heads} heads, {self.num_kv_heads} KV heads"
 
-    def list_matrices(self, hidden_size: int, format: str) -> tuple[MatrixSpec, MatrixSpec]:
+    def list_matrices(self, hidden_size: int, format: str) -> tuple[MatrixSpec, ...]:
         """Returns query, key and value as one, and the output."""
         order = () if self.rope is None else self.rope.order_head(self.head_dim)
         queries, keys = (Units(count, self.head_dim, order) for count in (self.num_heads, self.num_kv_heads))
