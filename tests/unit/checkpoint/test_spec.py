@@ -193,11 +193,8 @@ def test_layers_differ_in_their_heads(tmp_path: Path) -> None:
     assert list(spec.attention_kinds.values()) == [(0, 1, 2, 3, 4), (5, 6)]
     assert [(kind.num_kv_heads, kind.head_dim) for kind in (local, whole)] == [(2, 16), (2, 32)]
     assert [each.values_are_keys for each in spec.attentions] == [False] * 5 + [True] * 2
-    assert spec.attentions[5].list_matrices(48, "dense")[0].names == (
-        "self_attn.q_proj",
-        "self_attn.k_proj",
-        "self_attn.k_proj",
-    )
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.k_proj")
+    assert spec.attentions[5].list_matrices(48, "dense")[0].names == names
     rope = spec.attentions[5].rope
     assert rope is not None
     assert (rope.kind, rope.theta, rope.count_turned(32), rope.order_head(32)) == ("proportional", 1e6, 8, ())
