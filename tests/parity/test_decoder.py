@@ -24,7 +24,7 @@ FAST_YARN = YARN | {"truncate": False, "beta_fast": 16, "attention_factor": 1.3}
 MIXED_LAYERS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 FACTORS = {"short_factor": [1.0, 1.5], "long_factor": [2.0, 7.0]}
 LONG = {"type": "longrope", "original_max_position_embeddings": 16} | FACTORS
-SHORT = {"type": "su"} | FACTORS
+SHORT = {"type": "su", "original_max_position_embeddings": 512} | FACTORS
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-5-heads-tied": heads(5, 1, 40, head_dim=12, tie_word_embeddings=True),
