@@ -38,11 +38,12 @@ def test_absent_fields(tmp_path: Path, family: str, fields: dict[str, Any]) -> N
     assert spec.attention.num_kv_heads == config.num_key_value_heads
     assert spec.attention.head_dim == attention.head_dim
     assert spec.norm.eps == config.rms_norm_eps
-    assert spec.layers[0].feed.activation == config.hidden_act
     assert spec.tie_embeddings == config.tie_word_embeddings
     assert spec.attention.bias == (attention.q_proj.bias is not None)
     assert spec.attention.output_bias == (attention.o_proj.bias is not None)
     feed = spec.layers[0].feed
+    assert isinstance(feed, DenseFeedSpec | ExpertsFeedSpec)
+    assert feed.activation == config.hidden_act
     if isinstance(feed, DenseFeedSpec):
         assert feed.bias == (layer.mlp.up_proj.bias is not None)
     else:

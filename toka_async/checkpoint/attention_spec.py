@@ -70,7 +70,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, tag="attention", kw_only=True):
         """Names what tensor ranks divide."""
         return f"{self.num_heads} heads, {self.num_kv_heads} KV heads"
 
-    def list_matrices(self, hidden_size: int, format: str) -> tuple[MatrixSpec, MatrixSpec]:
+    def list_matrices(self, hidden_size: int, format: str) -> tuple[MatrixSpec, ...]:
         """Returns query, key and value as one, and the output."""
         order = () if self.rope is None else self.rope.order_head(self.head_dim)
         queries, keys = (Units(count, self.head_dim, order) for count in (self.num_heads, self.num_kv_heads))

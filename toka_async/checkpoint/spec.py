@@ -7,6 +7,7 @@ torch, no weights and no tokenizer.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -47,6 +48,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     logits_scale: float = 1.0
     logits_soft_cap: float = 0.0  # c of c * tanh(logit / c); 0: none
     fp32_logits: bool = False  # `model.fp32_logits`; no checkpoint says it
+    impl: Literal["native", "transformers"] = "native"  # whose code computes the layers
 
     def count_logit_bytes(self, itemsize: int) -> int:
         """Counts the bytes of a row's logits; itemsize: of a value of the model's dtype."""
