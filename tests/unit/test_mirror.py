@@ -50,6 +50,7 @@ COVERED = {
         "kernels/delta/layer",
         "kernels/delta/step",
     ],
+    "parity/test_families.py": ["startup/rank_attention"],
     "unit/attention/test_paged.py": ["attention/triton"],
     "unit/attention/test_reference.py": ["attention/blocks", "attention/copies"],
     "unit/attention/test_flashinfer.py": ["attention/wrappers"],

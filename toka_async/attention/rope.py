@@ -64,7 +64,16 @@ def compute_frequencies(spec: RopeSpec, dim: int) -> Tensor:
 
     dim: of a head, of which the first dimensions turn.
     """
-    dim = spec.count_turned(dim)
+    turned = spec.count_turned(dim)
+    if spec.kind != "proportional":
+        return _compute_turning(spec, turned)
+    frequencies = torch.zeros(dim // 2, dtype=torch.float32, device="cpu")  # what does not turn is in pairs as well
+    frequencies[: turned // 2] = _compute_turning(spec, dim)[: turned // 2]
+    return frequencies
+
+
+def _compute_turning(spec: RopeSpec, dim: int) -> Tensor:
+    """Computes those of all pairs of `dim` dimensions."""
     powers = spec.theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
     if spec.kind == "linear":
         return 1.0 / powers / spec.factor

@@ -46,7 +46,8 @@ class Units(msgspec.Struct, frozen=True):
 class MatrixSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Matrices of a checkpoint that have one input, multiplied as one matrix with their outputs side by side.
 
-    fused: the checkpoint has all of them as one tensor of this name; empty: each by itself.
+    fused: the checkpoint has all of them as one tensor of this name; empty: each by itself. Neighbours of one name are
+    made of the same tensor, each in its order.
     """
 
     names: tuple[str, ...]  # of each in its layer, without what follows the last point: "self_attn.q_proj"
@@ -71,9 +72,10 @@ class MatrixSpec(msgspec.Struct, frozen=True, kw_only=True):
         quantization = FORMATS.get(self.format)
         if quantization is None or quantization.scaling != "block":
             return True
-        # Values would change their block.
+        # Values would change their block, or have two.
         is_split = any(units.order and BLOCK % units.size for units in self.outputs)
         is_split |= any(place % BLOCK for units in self.outputs for kind in units.kinds for place in kind)
+        is_split |= not self.fused and len(set(self.names)) < len(self.names)
         return not is_split and not any(units.total % BLOCK for units in (*self.outputs, self.inputs))
 
     def count_bytes(self, itemsize: int) -> int:
