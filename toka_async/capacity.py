@@ -18,8 +18,9 @@ from toka_async.bar import format_count
 from toka_async.checkpoint.cost import count_stage_bytes
 from toka_async.checkpoint.division import check_division, group_experts, make_rank_spec, make_stage_spec, stage_parts
 from toka_async.checkpoint.hub import resolve_model
+from toka_async.checkpoint.implementation import read_model
 from toka_async.checkpoint.limits import RankLimits, resolve_limits
-from toka_async.checkpoint.spec import ModelError, ModelSpec, read_spec
+from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.config import Config, ParallelConfig
 from toka_async.runner.micro_batches import count_most_rows, count_most_tokens
 from toka_async.startup.cache_size import (
@@ -131,7 +132,7 @@ class Stage:
 
 def make_plan(config: Config, memory: int) -> CapacityPlan:
     """Plan for GPUs of `memory` bytes. Raises ModelError: no such model, not divisible, or too large a step."""
-    spec = read_spec(resolve_model(config.model.path, weights=False), config.model.quantize)
+    spec = read_model(resolve_model(config.model.path, weights=False), config.model, config.parallel)
     spec = msgspec.structs.replace(spec, fp32_logits=config.model.fp32_logits)
     spec = group_experts(spec, config.parallel.ep)
     check_division(spec, config.parallel.pp, config.parallel.tp)

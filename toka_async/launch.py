@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,8 @@ import msgspec
 from toka_async.checkpoint.division import check_division, group_experts
 from toka_async.checkpoint.generation import read_generation_defaults
 from toka_async.checkpoint.hub import resolve_model, resolve_tokenizer
-from toka_async.checkpoint.spec import ModelError, read_spec
+from toka_async.checkpoint.implementation import read_model
+from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.config import Config, ConfigError, ParallelConfig
 from toka_async.listening import check_admin, check_direct, find_exposures, find_url, open_listener, raise_limits
 from toka_async.logs import announce, configure_parent
@@ -49,11 +51,11 @@ def serve(config: Config) -> int:
     check_admin(config.server, has_keys=keys.have_admins)
     read_origins(config.auth, config.server.host)
     say, ranks = configure_parent(config.log.format), _Ranks(config.parallel)
-    model_dir, tokenizer_dir = find_files(config)
+    files = find_files(config)
     with closing(open_listener(config.server, config.limits.client_timeout)) as listener, socket_folder() as folder:
         limits = [*raise_limits(), *find_exposures(config.server, has_keys=bool(keys))]
         url = find_url(listener, "http" if tls is None else "https")
-        of_all = _make_spec("server", config, folder, model_dir, tokenizer_dir)
+        of_all = _make_spec("server", config, folder, files)
         spec, direct = msgspec.structs.replace(of_all, listen_fd=listener.fileno()), ""
 
         def on_status(status: Status) -> None:
@@ -85,9 +87,9 @@ def warm(config: Config) -> int:
     if config.cluster.nodes > 1:
         raise ConfigError(f"cluster.nodes={config.cluster.nodes}: warm each machine by a start; use 1 here")
     say, ranks = configure_parent(config.log.format), _Ranks(msgspec.structs.replace(config.parallel, dp=1))
-    model_dir, tokenizer_dir = find_files(config)
+    files = find_files(config)
     with socket_folder() as folder:
-        spec = msgspec.structs.replace(_make_spec("server", config, folder, model_dir, tokenizer_dir), warm=True)
+        spec = msgspec.structs.replace(_make_spec("server", config, folder, files), warm=True)
         places = local_places(folder, spec.topology.layout)
         children = [child for child in list_replica(spec, places, 0) if child.role == "rank"]
         num_started = 0
@@ -118,7 +120,7 @@ def run_batch(config: Config, job: BatchJob, show: Callable[[Status], int | None
         ModelError: as in `serve`.
     """
     say, ranks = configure_parent(config.log.format), _Ranks(config.parallel)
-    model_dir, tokenizer_dir = find_files(config)
+    files = find_files(config)
 
     def on_status(status: Status) -> int | None:
         ranks.hear(status)
@@ -129,7 +131,7 @@ def run_batch(config: Config, job: BatchJob, show: Callable[[Status], int | None
             say(line)
 
     with socket_folder() as folder:
-        spec = msgspec.structs.replace(_make_spec("batch", config, folder, model_dir, tokenizer_dir), job=job)
+        spec = msgspec.structs.replace(_make_spec("batch", config, folder, files), job=job)
         return _run(spec, folder, BATCH_DRAIN, on_started, on_status)
 
 
@@ -150,17 +152,16 @@ class _Ranks:
         return list(start_lines(resources, self._parallel))
 
 
-def _make_spec(
-    role: Literal["server", "batch"], config: Config, folder: Path, model_dir: Path, tokenizer: Path
-) -> ChildSpec:
+def _make_spec(role: Literal["server", "batch"], config: Config, folder: Path, files: ModelFiles) -> ChildSpec:
     """The spec of the server or batch process, from which the others' are made."""
     return ChildSpec(
         role=role,
         config=config,
         topology=local_topology(folder, make_layout(config)),
-        model_dir=str(model_dir),
-        tokenizer_dir=str(tokenizer),
+        model_dir=str(files.model_dir),
+        tokenizer_dir=str(files.tokenizer_dir),
         served_name=config.model.served_name or config.model.path,
+        shape=files.shape,
     )
 
 
@@ -201,19 +202,27 @@ def _run(
         return supervisor.run(on_started)
 
 
-def find_files(config: Config) -> tuple[Path, Path]:
+@dataclass(slots=True, frozen=True)
+class ModelFiles:
+    """The folders of a model and its tokenizer, and the model's shape."""
+
+    model_dir: Path
+    tokenizer_dir: Path
+    shape: ModelSpec
+
+
+def find_files(config: Config) -> ModelFiles:
     """Find the folders of the model and the tokenizer, and check their small files. Raises ModelError."""
     # On a terminal the hub's own bars show downloads.
     with StartupProgress(shown=False).stage("model", f"finding {config.model.path} here or on the hub"):
         model_dir = resolve_model(config.model.path, config.model.needs_weights)
-    spec = read_spec(model_dir, config.model.quantize)
-    spec = group_experts(spec, config.parallel.ep)
-    check_division(spec, config.parallel.pp, config.parallel.tp)
-    read_generation_defaults(model_dir, spec, use_file=config.model.generation_config == "auto")
+    shape = read_model(model_dir, config.model, config.parallel)
+    check_division(group_experts(shape, config.parallel.ep), config.parallel.pp, config.parallel.tp)
+    read_generation_defaults(model_dir, shape, use_file=config.model.generation_config == "auto")
     tokenizer_dir = resolve_tokenizer(config.model.tokenizer, model_dir)
     if not (tokenizer_dir / "tokenizer.json").is_file():
         raise ModelError(f"{tokenizer_dir / 'tokenizer.json'}: no such file; set model.tokenizer to a folder with one")
     template = config.model.chat_template
     if template and not Path(template).is_file():
         raise ModelError(f"model.chat_template={template}: no such file")
-    return model_dir.absolute(), tokenizer_dir.absolute()
+    return ModelFiles(model_dir.absolute(), tokenizer_dir.absolute(), shape)

@@ -27,6 +27,7 @@ from toka_async.checkpoint.hub import resolve_model
 from toka_async.checkpoint.spec import read_spec
 from toka_async.client import Client, Trainer
 from toka_async.control import Broadcast, NcclTransfer
+from toka_async.model.weights import build_decoder
 from toka_async.transfer.buckets import CudaWriter
 from toka_async.transfer.checksum import sum_tensors
 from toka_async.transfer.deadline import Deadline
@@ -43,7 +44,7 @@ SECONDS = 300.0
 def make_tensors(model: Path, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Tensor]:
     """Makes a checkpoint of small random numbers."""
     generator = torch.Generator(device).manual_seed(seed)
-    expected = WeightCatalog(read_spec(model), dtype).tensors
+    expected = WeightCatalog(build_decoder(read_spec(model), dtype, torch.device("meta"))).tensors
     return {
         name: torch.randn(each.shape, generator=generator, device=device, dtype=dtype).mul_(0.01)
         for name, each in expected.items()

@@ -22,6 +22,7 @@ class AttentionCase:
     batch: AttentionBatch
     num_heads: int
     query: Tensor
+    sinks: Tensor | None = None
 
     @property
     def scale(self) -> float:
@@ -48,7 +49,10 @@ class AttentionCase:
             if window:
                 hidden |= key <= position - window
             scores = torch.einsum("qhd,lhd->hql", query, keys) * self.scale
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            scores = scores.masked_fill(hidden, -torch.inf)
+            if self.sinks is not None:
+                scores = torch.cat([scores, self.sinks.float().view(-1, 1, 1).expand(-1, count, 1)], -1)
+            weights = scores.softmax(-1)[..., :context]
             outputs.append(torch.einsum("hql,lhd->qhd", weights, values))
             start += count
         return torch.cat(outputs)
@@ -66,6 +70,7 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
     stored: CacheFormat | None = None,
+    has_sinks: bool = False,
 ) -> AttentionCase:
     """groups: (rows, pages of their prefix), each followed by a row of `contexts`, while there are any.
 
@@ -100,7 +105,10 @@ def make_case(
     shape = (num_tokens, kv_heads * group_size, dim)
     query = 2 * torch.randn(shape, generator=generator, device=device or CPU)
     batch = make_batch(placed, num_decode, page_size, tuple(prefixes), device)
-    return AttentionCase(cache, batch, kv_heads * group_size, query.to(dtype))
+    sinks = None
+    if has_sinks:
+        sinks = (4 * torch.randn(kv_heads * group_size, generator=generator, device=device or CPU)).to(dtype)
+    return AttentionCase(cache, batch, kv_heads * group_size, query.to(dtype), sinks)
 
 
 CPU = torch.device("cpu")

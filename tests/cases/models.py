@@ -22,6 +22,7 @@ SPECIALS = ("<|end|>", "<|start|>")
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_ROPE |= {"original_max_position_embeddings": 32}
 END_ID = 256  # <|end|>; ids below are the bytes
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 
 _BASE: dict[str, Any] = {
     "vocab_size": 261,
@@ -61,6 +62,7 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 
 
@@ -122,6 +124,15 @@ _ADDS_ONE = ("gemma", "gemma2", "gemma3_text")  # their norms' weights are about
 _EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40},
+    "gpt_oss": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 32,
+        "hidden_size": 64,
+        "attention_bias": True,
+        "sliding_window": 9,
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "truncate": False},
+    },
 }
 
 
@@ -149,7 +160,10 @@ def make_checkpoint(folder: Path, family: str, seed: int = 0, **overrides: Any) 
         _write_text_part(folder, config, seed)
     else:
         (folder / "config.json").write_text(json.dumps(config))
-        save_file(random_tensors(config, seed), folder / "model.safetensors", {"format": "pt"})
+        tensors = random_tensors(config, seed)
+        if config.get("quantization_config") == MXFP4:
+            tensors = {packed: values for name, each in tensors.items() for packed, values in pack_mxfp4(name, each)}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     write_tokenizer(folder)
     return folder
 
@@ -173,15 +187,33 @@ def random_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
 
     def normal(shape: tuple[int, ...]) -> Tensor:
         scale = shape[-1] ** -0.5 if len(shape) == 2 else 0.2
-        return (torch.randn(shape, generator=generator) * scale + (0.0 if len(shape) == 2 else 1.0)).to(dtype)
+        return (torch.randn(shape, generator=generator) * scale + (1.0 if len(shape) == 1 else 0.0)).to(dtype)
 
     tensors = {name: normal(shape) for name, shape in _shapes(config).items()}
     if config["model_type"] in _ADDS_ONE:
         tensors = {name: tensor - 1 if tensor.dim() == 1 else tensor for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        if name.endswith("gate_up_proj_bias"):
+            tensor *= 20  # so that some gates are clamped
+        elif name.endswith("sinks"):
+            tensor *= 3
     tensors["model.embed_tokens.weight"] = torch.randn(
         (config["vocab_size"], config["hidden_size"]), generator=generator
     ).to(dtype)
     return tensors
+
+
+def pack_mxfp4(name: str, values: Tensor) -> list[tuple[str, Tensor]]:
+    """Rounds experts' matrices [experts, inputs, outputs] to MXFP4, by their names in a checkpoint; others stay."""
+    if values.ndim != 3:
+        return [(name, values)]
+    groups = values.float().transpose(1, 2).reshape(len(values), values.shape[2], -1, 32)
+    exponents = groups.abs().amax(3).log2().floor().int() - 2  # the largest value is of 4 to 8, of which 6 is left
+    each = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    scaled = torch.ldexp(groups, -exponents[..., None])
+    codes = (scaled.abs()[..., None] - each).abs().argmin(-1) + 8 * (scaled < 0)
+    blocks = codes[..., ::2] + 16 * codes[..., 1::2]
+    return [(f"{name}_blocks", blocks.to(torch.uint8)), (f"{name}_scales", (exponents + 127).to(torch.uint8))]
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -209,13 +241,23 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def has_experts(config: dict[str, Any], layer: int) -> bool:
     """Tells whether a layer of a configuration of `make_checkpoint` has experts."""
-    if config["model_type"] == "mixtral":
+    if config["model_type"] in ("mixtral", "gpt_oss"):
         return True
     is_sparse = (layer + 1) % config.get("decoder_sparse_step", 1) == 0
     return config["model_type"] == "qwen3_moe" and is_sparse and layer not in config.get("mlp_only_layers", ())
 
 
 def _expert_shapes(config: dict[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
+    if config["model_type"] == "gpt_oss":
+        count, inner = config["num_local_experts"], config["intermediate_size"]
+        return {
+            "mlp.router.weight": (count, hidden),
+            "mlp.router.bias": (count,),
+            "mlp.experts.gate_up_proj": (count, hidden, 2 * inner),
+            "mlp.experts.gate_up_proj_bias": (count, 2 * inner),
+            "mlp.experts.down_proj": (count, inner, hidden),
+            "mlp.experts.down_proj_bias": (count, hidden),
+        }
     if config["model_type"] == "mixtral":
         count, inner, prefix = config["num_local_experts"], config["intermediate_size"], "block_sparse_moe"
         names = ("w1", "w3", "w2")
@@ -242,6 +284,8 @@ def _attention_shapes(config: dict[str, Any], hidden: int) -> dict[str, tuple[in
         has_bias = config.get("attention_bias") and (name != "o" or family not in ("glm", "glm4", "seed_oss"))
         if has_bias or (family == "qwen2" and name != "o"):
             shapes[f"self_attn.{name}_proj.bias"] = shape[:1]
+    if family == "gpt_oss":
+        shapes["self_attn.sinks"] = (heads,)
     if family in ("qwen3", "qwen3_moe", "gemma3_text"):
         shapes |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
     if family in ("olmo2", "olmo3"):

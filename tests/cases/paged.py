@@ -58,10 +58,12 @@ class PagedCase:
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
 
-    def attend(self, query: Tensor, row: int, first: int, last: int, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, query: Tensor, row: int, first: int, last: int, softmax_scale: float, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """One query [heads, dim] over a row's keys first to last: output [heads, dim], base-2 log-sum-exp [heads].
 
-        softmax_scale: without the scale of keys.
+        softmax_scale: without the scale of keys. sinks: [heads], further scores of keys whose values are zeros.
         """
         pages = torch.tensor(self.pages[row], device=self.device)
         keys, values = (
@@ -69,6 +71,9 @@ class PagedCase:
             for stored, scale in ((self.keys, self.key_scale), (self.values, self.value_scale))
         )
         scores = torch.einsum("hd,lhd->hl", query.double(), keys) * softmax_scale
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None]], 1)
+            values = torch.cat([values, torch.zeros_like(values[:1])])
         output = torch.einsum("hl,lhd->hd", scores.softmax(-1), values)
         return output, scores.logsumexp(-1) / torch.tensor(2.0).double().log().item()
 

@@ -24,6 +24,7 @@ from toka_async.config import (
 from toka_async.grammars.vocabulary import GrammarVocabulary
 from toka_async.messages import TokenSampling
 from toka_async.startup.runner_factory import RunnerFactory
+from toka_async.transformers.describe import describe
 
 GREEDY = TokenSampling(temperature=0.0)
 
@@ -47,6 +48,7 @@ class Engine:
         tuning_dir: str = "",
         batch_invariant: bool = False,
         quantize: str = "none",
+        impl: str = "native",
         cache_dtype: str = "auto",
         can_sleep: bool = False,
         vocabulary: GrammarVocabulary | None = None,
@@ -60,6 +62,7 @@ class Engine:
                 dtype=dtype,  # type: ignore[arg-type]
                 batch_invariant=batch_invariant,
                 quantize=quantize,  # type: ignore[arg-type]
+                impl=impl,  # type: ignore[arg-type]
             ),
             cache=CacheConfig(
                 page_size=page_size,
@@ -72,7 +75,8 @@ class Engine:
             graphs=GraphsConfig(enabled=max_graph_seqs > 0, max_rows=max(1, max_graph_seqs)),
             tuning=TuningConfig(dir=tuning_dir),
         )
-        factory = RunnerFactory(model_dir, read_spec(model_dir, quantize), config, vocabulary=vocabulary)
+        spec = read_spec(model_dir, quantize) if impl == "native" else describe(model_dir, trust_remote_code=False)
+        factory = RunnerFactory(model_dir, spec, config, vocabulary=vocabulary)
         self.runner = rank = factory.build()
         self.control = factory.make_control(rank, 0, 0)
         self.driver = CoreDriver(rank.ready, max_tokens=max_tokens, rank=rank, until_full=until_full, **options)

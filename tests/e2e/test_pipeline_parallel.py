@@ -19,7 +19,7 @@ TOKENS = 8
     [
         (Layout(pp=3), True, "rank-0-1", "qwen3", ()),
         pytest.param(Layout(pp=2, tp=2), False, "rank-0-2", "qwen3", (), marks=pytest.mark.slow),
-        (Layout(pp=2, tp=2), False, "rank-0-3", "qwen3_moe", ("parallel.ep=2",)),
+        (Layout(pp=2, tp=2), False, "rank-0-3", "gpt_oss", ("parallel.ep=2",)),
     ],
 )
 def test_greedy_tokens_equal_the_reference_and_no_death_is_missed(
@@ -37,7 +37,7 @@ def test_greedy_tokens_equal_the_reference_and_no_death_is_missed(
         assert server.wait_for_all() == 1
     for stage in range(layout.pp):
         assert f'toka:pipeline_seconds_total{{stage="{stage}",state="stalled"}}' in metrics
-    if family == "qwen3_moe":
+    if family == "gpt_oss":
         for layer in range(8):
             assert f'toka:expert_peak_load{{layer="{layer}"}}' in metrics
     reference = Reference(model)

@@ -27,7 +27,7 @@ class FakePart:
         self.groups = groups
         self.batches.append(batch)
 
-    def run(self, layer: int, query: Tensor, output: Tensor) -> None:
+    def run(self, layer: int, query: Tensor, output: Tensor, sinks: Tensor | None = None) -> None:  # noqa: ARG002
         assert layer in (0, 1)
         assert query.shape == output.shape == (self.batches[-1].query_lengths.sum(), 4, 8)
         self.spent.append(self.cost(self.batches[-1], self.groups))

@@ -20,7 +20,7 @@ TOKENS = 7
 
 
 class MeanAttention:
-    """A head's output is its values and query, shifted by a token."""
+    """A head's output is its values and query, times its sink, shifted by a token."""
 
     def __init__(self, num_kv_heads: int) -> None:
         self.num_kv_heads = num_kv_heads
@@ -29,7 +29,12 @@ class MeanAttention:
         raise AssertionError(f"the model does not plan {batch}")
 
     def attend(
-        self, layer: int, heads: Tensor, rotation: tuple[Tensor, Tensor], norm: QueryKeyNorm | None = None
+        self,
+        layer: int,
+        heads: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        norm: QueryKeyNorm | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         num_queries = heads.shape[1] - 2 * self.num_kv_heads
         query_key, value = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
@@ -37,6 +42,8 @@ class MeanAttention:
             query_key = query_key * norm.weight + norm.eps
         query, key = torch.split(rotate(query_key, rotation), [num_queries, self.num_kv_heads], dim=1)
         repeat = num_queries // self.num_kv_heads
+        if sinks is not None:
+            query = query * sinks[:, None]
         return query.roll(1, 0) + (key * value + layer).repeat_interleave(repeat, dim=1)
 
 

@@ -91,6 +91,7 @@ class FakeAttention:
         heads: Tensor,  # noqa: ARG002
         rotation: tuple[Tensor, Tensor],  # noqa: ARG002
         norm: QueryKeyNorm | None = None,  # noqa: ARG002
+        sinks: Tensor | None = None,  # noqa: ARG002
     ) -> Tensor:
         raise AssertionError(f"the fake model has no layer {layer}")
 

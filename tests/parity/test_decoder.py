@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.utils.quantization_config import Mxfp4Config
 
-from tests.cases.models import LLAMA3_ROPE, heads, make_checkpoint
+from tests.cases.models import LLAMA3_ROPE, MXFP4, heads, make_checkpoint
 from tests.drivers.paged_rows import PagedRow, run_rows
 from toka_async.attention.kv_cache import make_cache
 from toka_async.attention.reference import ReferenceAttention
@@ -23,7 +24,7 @@ FAST_YARN = YARN | {"truncate": False, "beta_fast": 16, "attention_factor": 1.3}
 MIXED_LAYERS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 FACTORS = {"short_factor": [1.0, 1.5], "long_factor": [2.0, 7.0]}
 LONG = {"type": "longrope", "original_max_position_embeddings": 16} | FACTORS
-SHORT = {"type": "su"} | FACTORS
+SHORT = {"type": "su", "original_max_position_embeddings": 512} | FACTORS
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-5-heads-tied": heads(5, 1, 40, head_dim=12, tie_word_embeddings=True),
@@ -54,6 +55,9 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_moe-all-experts-biases": {"num_experts_per_tok": 8, "attention_bias": True, "num_experts": 9},
     "mixtral": {},
     "mixtral-window-gelu": {"sliding_window": 9, "hidden_act": "gelu_pytorch_tanh", "num_local_experts": 5},
+    "gpt_oss": {},
+    "gpt_oss-full-layers": {"layer_types": ["full_attention"] * 2, "num_local_experts": 3, "num_key_value_heads": 6},
+    "gpt_oss-default-rope": {"rope_scaling": ..., "rope_theta": ..., "max_position_embeddings": 4096},
     "olmo2": {},
     "olmo2-biases": {"attention_bias": True, "num_key_value_heads": 6},
     "olmo3": {},
@@ -76,8 +80,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def reference_model(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+def reference_model(folder: Path, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **options)
 
 
 @torch.inference_mode()
@@ -129,6 +133,16 @@ def test_saved_by_transformers(case: str, tmp_path: Path) -> None:
     run_ours(tmp_path / "theirs", spec, theirs, 16, torch.float32)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(torch.cat(a.logits), torch.cat(b.logits), atol=0, rtol=0)
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    """The logits are those of the model that the 4-bit weights stand for, by transformers' reading of them."""
+    folder = make_checkpoint(tmp_path, "gpt_oss", quantization_config=MXFP4)
+    model = reference_model(folder, quantization_config=Mxfp4Config(dequantize=True))
+    spec, rows = read_spec(folder), random_rows(261)[:3]
+    run_ours(folder, spec, rows, 16, torch.float32)
+    for row in rows:
+        torch.testing.assert_close(torch.cat(row.logits), reference_logits(model, row.token_ids), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

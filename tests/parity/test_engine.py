@@ -50,7 +50,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-tied-wide-heads": {"tie_word_embeddings": True, "head_dim": 24},
     "qwen3-biased": heads(5, 1, 40, attention_bias=True),
     "qwen3_moe-mixed-layers": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
-    "mixtral-window": {"sliding_window": 20},
+    "gpt_oss-window": {"sliding_window": 20},
     "mistral-window": {"sliding_window": 20},
     "mistral-full": {"sliding_window": None, "tie_word_embeddings": True},
     "mistral-7-heads-window": heads(7, 7, 56, head_dim=16, sliding_window=33),
@@ -240,9 +240,9 @@ def test_groups_with_a_shared_prefix_change_nothing(reference: Reference, monkey
     merged: list[int] = []
     in_two_parts = ReferenceAttention._attend_grouped
 
-    def counting(self: ReferenceAttention, plan: TilePlan, rows: Tensor, layer: int, query: Tensor) -> Tensor:
+    def counting(self: ReferenceAttention, plan: TilePlan, rows: Tensor, *rest: Any) -> Tensor:
         merged.append(rows.numel())
-        return in_two_parts(self, plan, rows, layer, query)
+        return in_two_parts(self, plan, rows, *rest)
 
     monkeypatch.setattr(ReferenceAttention, "_attend_grouped", counting)
     monkeypatch.setattr("toka_async.attention.reference.TileLimits", partial(TileLimits, shared_bytes=0))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from toka_async.checkpoint.experts_spec import ExpertsFeedSpec
 from toka_async.checkpoint.families import FAMILIES
 from toka_async.checkpoint.layer_spec import DenseFeedSpec
 from toka_async.checkpoint.spec import ModelSpec, read_spec
@@ -37,11 +38,12 @@ def test_absent_fields(tmp_path: Path, family: str, fields: dict[str, Any]) -> N
     assert spec.attention.num_kv_heads == config.num_key_value_heads
     assert spec.attention.head_dim == attention.head_dim
     assert spec.norm.eps == config.rms_norm_eps
-    assert spec.layers[0].feed.activation == config.hidden_act
     assert spec.tie_embeddings == config.tie_word_embeddings
     assert spec.attention.bias == (attention.q_proj.bias is not None)
     assert spec.attention.output_bias == (attention.o_proj.bias is not None)
     feed = spec.layers[0].feed
+    assert isinstance(feed, DenseFeedSpec | ExpertsFeedSpec)
+    assert feed.activation == config.hidden_act
     if isinstance(feed, DenseFeedSpec):
         assert feed.bias == (layer.mlp.up_proj.bias is not None)
     else:
@@ -64,7 +66,7 @@ def check_ends(spec: ModelSpec, config: Any) -> None:
     assert spec.bos_token_id == config.bos_token_id
 
 
-@pytest.mark.parametrize("family", sorted({*FAMILIES} - {*OLDER}))
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {*OLDER, "gpt_oss"}))
 def test_families_of_other_layers(tmp_path: Path, family: str) -> None:
     fields = REQUIRED | {"model_type": family, "num_hidden_layers": 4, "pad_token_id": 0}
     if family == "ministral":  # transformers itself cannot do without
@@ -98,3 +100,24 @@ def test_families_of_other_layers(tmp_path: Path, family: str) -> None:
         kind = "sliding_attention" if attention.window else "full_attention"
         expected = ropes.get(kind, ropes)["rope_theta"]
         assert attention.rope is None or attention.rope.theta == expected
+
+
+@pytest.mark.parametrize("num_layers", [1, 4])
+def test_absent_fields_of_gpt_oss(tmp_path: Path, num_layers: int) -> None:
+    """Windows in turns, and positions stretched."""
+    fields = {"model_type": "gpt_oss", "num_hidden_layers": num_layers}
+    (tmp_path / "config.json").write_text(json.dumps(REQUIRED | fields))
+    spec, config = read_spec(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    kinds = {"sliding_attention": config.sliding_window, "full_attention": 0}
+    assert spec.windows == tuple(kinds[kind] for kind in config.layer_types)
+    attention, feed, rope = spec.attention, spec.layers[0].feed, config.rope_parameters
+    assert isinstance(feed, ExpertsFeedSpec)
+    assert (attention.num_kv_heads, attention.head_dim) == (config.num_key_value_heads, config.head_dim)
+    assert (attention.sinks, attention.bias, attention.output_bias) == (True, config.attention_bias, True)
+    assert (feed.num_experts, feed.top_k, feed.inner) == (config.num_local_experts, config.num_experts_per_tok, 32)
+    assert (spec.norm.eps, spec.max_context) == (config.rms_norm_eps, config.max_position_embeddings)
+    (ours,) = spec.ropes
+    expected = {"kind": rope["rope_type"], "original_max_position": rope["original_max_position_embeddings"]}
+    expected |= {"theta": rope["rope_theta"], "factor": rope["factor"], "truncate": rope["truncate"]}
+    assert {name: getattr(ours, name) for name in expected} == expected
+    check_ends(spec, config)

@@ -25,6 +25,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "glm4": {},
     "qwen3_moe-mixed-layers": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "mixtral-transformers": {},
+    "gpt_oss": {},
 }
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9] * 4, [200, 3, 4], [7] * 20]
 NUM_TOKENS = 24
@@ -60,7 +62,7 @@ def verify(engine: Engine, folder: Path) -> None:
 @pytest.mark.parametrize("way", ["shared memory", "folder"])
 def test_an_updated_engine_is_one_that_started_with_the_weights(tmp_path: Path, shape: str, way: str) -> None:
     old, new = make_pair(tmp_path, shape)
-    engine = Engine(old)
+    engine = Engine(old, impl="transformers" if shape.endswith("transformers") else "native")
     trainer, tensors = Trainer(engine), read_checkpoint(new)
     addresses = [parameter.data_ptr() for parameter in engine.runner.model.parameters()]  # type: ignore[attr-defined]
     verify(engine, old)

@@ -50,7 +50,13 @@ CPU = torch.device("cpu")
 
 
 def build_attention(
-    dtype: str, dim: int, group: int, page_size: int = 16, windows: tuple[int, ...] = (0,), stored: str = ""
+    dtype: str,
+    dim: int,
+    group: int,
+    page_size: int = 16,
+    windows: tuple[int, ...] = (0,),
+    stored: str = "",
+    has_sinks: bool = False,
 ) -> str:
     """Returns which of the possible tiles were chosen."""
     arch = triton.runtime.driver.active.get_current_target().arch
@@ -59,7 +65,8 @@ def build_attention(
     cache = KVCache(1, 2, 2, page_size, dim, getattr(torch, dtype), CPU, stored=cache_format)
     heads, rotation = torch.zeros(3, 2 * group + 4, dim, dtype=cache.dtype), torch.zeros(3, 1, dim, dtype=cache.dtype)
     append(heads, (rotation, rotation), cache.keys[0], cache.values[0], torch.zeros(3, dtype=torch.int64))
-    attention = build.build_attention("triton", cache, 2 * group, windows, max_seqs=512, max_tokens=512).backend
+    built = build.build_attention("triton", cache, 2 * group, windows, 512, 512, has_sinks=has_sinks)
+    attention = built.backend
     assert isinstance(attention, PagedAttention)
     chunks = attention.chunks[0]
     assert isinstance(chunks, AutoChunks)
@@ -92,11 +99,17 @@ def build_gated(dtype: str, hidden: int, inner: int) -> str:
 
 
 def build_experts(
-    dtype: str, hidden: int, inner: int, num_experts: int, top_k: int, by_block: bool | None = None
+    dtype: str,
+    hidden: int,
+    inner: int,
+    num_experts: int,
+    top_k: int,
+    by_block: bool | None = None,
+    is_clamped: bool = False,
 ) -> str:
     """Returns how many tiles fit, for gate and up and for down, copied by the chip where it can.
 
-    by_block: weights are in E4M3, with scales of blocks or of rows; None: they are not.
+    by_block: weights are in E4M3, with scales of blocks or of rows; None: they are not. is_clamped: as of gpt-oss.
     """
     arch = triton.runtime.driver.active.get_current_target().arch
     for module in (routing, few_tokens):
@@ -108,9 +121,11 @@ def build_experts(
         first=0,
         top_k=top_k,
         renormalizes=True,
-        activation="silu",
+        activation="clamped_swiglu" if is_clamped else "silu",
         loads=torch.zeros(num_experts, dtype=torch.int64),
         counted=torch.zeros(1, dtype=torch.int32),
+        gate_up_bias=torch.zeros(num_experts, 2 * inner, dtype=kind) if is_clamped else None,
+        down_bias=torch.zeros(num_experts, hidden, dtype=kind) if is_clamped else None,
     )
     tiles = GROUPED_TILES
     if by_block is not None:

@@ -35,6 +35,7 @@ def model(tmp_path: Path) -> Path:
         ("qwen3", {}),
         ("qwen3_moe", {"mlp_only_layers": [0]}),
         ("mixtral", {}),
+        ("gpt_oss", {}),
     ],
 )
 def test_weights_are_those_of_the_model(tmp_path: Path, family: str, fields: dict[str, Any]) -> None:

@@ -40,8 +40,19 @@ FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and it
     "runner": {"checkpoint", "grammars", "model", "attention", "kernels"},
     "tuning": {"checkpoint", "model", "attention", "kernels", "runner"},
     "transfer": set(),
+    "transformers": {"checkpoint", "model", "attention"},
     "weights": {"checkpoint", "memory", "model", "transfer"},
-    "startup": {"checkpoint", "grammars", "model", "attention", "kernels", "runner", "tuning", "weights"},
+    "startup": {
+        "checkpoint",
+        "grammars",
+        "model",
+        "attention",
+        "kernels",
+        "runner",
+        "tuning",
+        "weights",
+        "transformers",
+    },
 }
 FAMILIES["procs"] = set(FAMILIES) - {"client"}
 FAMILIES[""] = {"llm"}  # for type checkers only: the package loads its names when they are used

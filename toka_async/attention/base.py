@@ -63,12 +63,19 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(
-        self, layer: int, heads: Tensor, rotation: tuple[Tensor, Tensor], norm: QueryKeyNorm | None = None
+        self,
+        layer: int,
+        heads: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        norm: QueryKeyNorm | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Normalizes and rotates queries and keys, writes the tokens' keys and values, then attends.
 
         heads [tokens, heads + 2 kv_heads, dim]: queries, keys, values as projected. rotation: cos and signed sin, each
-        [tokens, 1, dim] (`model.rope`). Returns [tokens, heads, dim]. A row may read what another row writes.
+        [tokens, 1, dim] (`model.rope`). sinks [heads]: of each head a further logit that takes part in the softmax,
+        without a value (arXiv:2309.17453); either all layers have them or none. Returns [tokens, heads, dim]. A row may
+        read what another row writes.
         """
         ...
 

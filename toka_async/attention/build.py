@@ -56,7 +56,7 @@ class BuiltAttention:
 
 @dataclass(slots=True, frozen=True)
 class AttentionLimits:
-    """The limits of a backend. windows: of the layers, 0: none. max_seqs, max_tokens: of a step."""
+    """The limits of a backend. windows: of the layers, 0: none. max_seqs, max_tokens: of a step. sinks: to try with."""
 
     cache: KVCache
     num_heads: int
@@ -64,11 +64,12 @@ class AttentionLimits:
     scale: float
     max_seqs: int
     max_tokens: int
+    sinks: torch.Tensor | None
 
 
 @dataclass(slots=True, frozen=True)
 class AttentionParts:
-    """The parts to choose from, by name, with their cache and the limits of a step."""
+    """The parts to choose from, by name, with their cache and the limits of a step. sinks: to run them with."""
 
     cache: KVCache
     num_heads: int
@@ -76,6 +77,7 @@ class AttentionParts:
     max_tokens: int
     decode: Mapping[str, DecodeKernel]
     chunks: Mapping[str, PrefillKernel]
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -100,19 +102,21 @@ def build_attention(
     choose: Callable[[AttentionParts], ChoiceTable] | None = None,
     with_flashinfer: bool = True,
     show: Show = show_nothing,
+    has_sinks: bool = False,
     soft_cap: float = 0.0,
 ) -> BuiltAttention:
     """Builds the backend over `cache`, for steps of up to max_seqs rows and max_tokens.
 
     windows: of each layer. table: to choose by. choose: makes it, once every part has run; it may measure on the cache,
     but not write. with_flashinfer: `auto` may use FlashInfer, which compiles its modules if they are missing. show:
-    (parts tried, all, what they are). soft_cap: of scores, see `AttentionSpec`.
+    (parts tried, all, what they are). has_sinks: the layers have them. soft_cap: of scores, see `AttentionSpec`.
 
     Raises ModelError when the backend cannot attend over this cache; the message says why, and what can.
     """
     chosen = resolve_backend(backend, cache, soft_cap)
     scale = scale if scale is not None else cache.head_dim**-0.5
-    limits = AttentionLimits(cache, num_heads, tuple(windows), scale, max_seqs, max_tokens)
+    sinks = _make_sinks(cache, num_heads, has_sinks)
+    limits = AttentionLimits(cache, num_heads, tuple(windows), scale, max_seqs, max_tokens, sinks)
     sources = Sources()
     if chosen in ("auto", "triton"):
         chosen = _fall_back(chosen, cache, _add_triton(sources, limits, show))
@@ -130,7 +134,13 @@ def build_attention(
     return BuiltAttention(paged, graphs, table.find_smallest_group(), table.pays, table, mixed)
 
 
-def list_triton_trials(cache: KVCache, num_heads: int, windows: Sequence[int]) -> list[Callable[[], None]]:
+def _make_sinks(cache: KVCache, num_heads: int, has_sinks: bool) -> torch.Tensor | None:
+    return torch.zeros(num_heads, dtype=cache.dtype, device=cache.device) if has_sinks else None
+
+
+def list_triton_trials(
+    cache: KVCache, num_heads: int, windows: Sequence[int], has_sinks: bool = False
+) -> list[Callable[[], None]]:
     """Lists functions that compile our best kernels by running them over `cache`, which may be small.
 
     Each kernel is compiled by one of them, so that they may run at the same time.
@@ -142,13 +152,14 @@ def list_triton_trials(cache: KVCache, num_heads: int, windows: Sequence[int]) -
     from toka_async.kernels.pdl import list_row_counts
 
     scale, tiles = cache.head_dim**-0.5, _list_tiles(cache, num_heads)[0]
+    sinks = _make_sinks(cache, num_heads, has_sinks)
 
     def run_prefix_kernel() -> None:
         memory = PrefixMemory(cache.device, 0, cache.dtype)
         TritonDecode(cache, num_heads, scale, tiles, memory).run_prefix_kernel()
 
     def run_decode_kernels(num_rows: int, window: int) -> None:
-        RowDecode(cache, num_heads, scale).run_each_kernel(window, [num_rows])
+        RowDecode(cache, num_heads, scale).run_each_kernel(window, [num_rows], sinks)
 
     def divide_rows(window: int) -> None:
         none = torch.zeros(1, dtype=torch.int32, device=cache.device)
@@ -156,7 +167,7 @@ def list_triton_trials(cache: KVCache, num_heads: int, windows: Sequence[int]) -
             divide_keys(none, 1, skip, window, num_programs=1)
 
     def run_chunk_kernel(window: int) -> None:
-        try_chunks(cache, num_heads, TritonChunks(cache, num_heads, scale, tiles), window)
+        try_chunks(cache, num_heads, TritonChunks(cache, num_heads, scale, tiles), window, sinks)
 
     decodes = [partial(run_decode_kernels, num_rows) for num_rows in list_row_counts(cache.device)]
     kinds: list[Callable[[int], None]] = [*decodes, run_chunk_kernel, divide_rows]
@@ -284,13 +295,13 @@ def _try_out(sources: Sources, limits: AttentionLimits, show: Show) -> None:
         if "triton" in sources.decode:
             from toka_async.attention.row_decode import RowDecode
 
-            RowDecode(cache, num_heads, limits.scale).run_each_kernel(window)
+            RowDecode(cache, num_heads, limits.scale).run_each_kernel(window, sinks=limits.sinks)
         for make_decode in sources.decode.values():
             show(next(done), total, "kernels compiled and tried")
-            try_decode(cache, num_heads, make_decode(), limits.max_seqs, window)
+            try_decode(cache, num_heads, make_decode(), limits.max_seqs, window, limits.sinks)
         for make_chunks in sources.chunks.values():
             show(next(done), total, "kernels compiled and tried")
-            try_chunks(cache, num_heads, make_chunks(), window)
+            try_chunks(cache, num_heads, make_chunks(), window, limits.sinks)
 
 
 def _make_parts(sources: Sources, limits: AttentionLimits) -> AttentionParts:
@@ -301,6 +312,7 @@ def _make_parts(sources: Sources, limits: AttentionLimits) -> AttentionParts:
         limits.max_tokens,
         {name: make() for name, make in sources.decode.items()},
         {name: make() for name, make in sources.chunks.items()},
+        limits.sinks,
     )
 
 

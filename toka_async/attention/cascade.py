@@ -53,9 +53,9 @@ class CascadeDecode:
                 select_rows(np.flatnonzero(skip), lambda rows: to_device(rows, self.device)),
             )
 
-    def run(self, layer: int, query: Tensor, output: Tensor) -> None:
+    def run(self, layer: int, query: Tensor, output: Tensor, sinks: Tensor | None = None) -> None:
         prefix = None if self.prefix is None else self._attend_prefix(self.prefix, layer, query, output)
-        self.rows.run(layer, query, output, prefix)
+        self.rows.run(layer, query, output, prefix, sinks)
 
     def _attend_prefix(self, prefix: _PlannedPrefix, layer: int, query: Tensor, output: Tensor) -> Partial:
         """Attends grouped rows over their prefix, into `output`: the kernel reads it there before it writes.

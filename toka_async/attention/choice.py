@@ -118,8 +118,8 @@ class AutoDecode:
         self.chosen = self.parts[self._choose(batch, groups)]
         self.chosen.plan(batch, groups, window)
 
-    def run(self, layer: int, query: Tensor, output: Tensor) -> None:
-        self.chosen.run(layer, query, output)
+    def run(self, layer: int, query: Tensor, output: Tensor, sinks: Tensor | None = None) -> None:
+        self.chosen.run(layer, query, output, sinks)
 
     def plan_graph(self, batch: AttentionBatch, grouped: bool, window: int) -> None:
         assert self.captured is not None, "no part of these can be captured"
@@ -153,8 +153,8 @@ class AutoChunks:
         self.chosen = self.parts[self._choose(batch)]
         self.chosen.plan(batch, window)
 
-    def run(self, layer: int, query: Tensor, output: Tensor) -> None:
-        self.chosen.run(layer, query, output)
+    def run(self, layer: int, query: Tensor, output: Tensor, sinks: Tensor | None = None) -> None:
+        self.chosen.run(layer, query, output, sinks)
 
     def _choose(self, batch: AttentionBatch) -> str:
         if len(self.parts) == 1:

@@ -8,6 +8,7 @@ model's dtype. The package is imported when a part is built. Knows the cache and
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -154,9 +155,14 @@ class FlashInferChunks:
         spans = make_chunk_spans(batch, self.cache.page_size, window, WHOLE)
         self.wrapper = self.prefill.plan(batch, spans, window)
 
-    def run(self, layer: int, query: Tensor, output: Tensor) -> None:
+    def run(self, layer: int, query: Tensor, output: Tensor, sinks: Tensor | None = None) -> None:
         pages = self.cache.keys[layer], self.cache.values[layer]
-        self.wrapper.run(query, pages, out=output, **self.shape.list_scales(layer))
+        scales = self.shape.list_scales(layer)
+        if sinks is None:
+            self.wrapper.run(query, pages, out=output, **scales)
+        else:
+            _, lse = self.wrapper.run(query, pages, out=output, return_lse=True, **scales)
+            add_sinks(output, lse, sinks)
 
 
 @dataclass(slots=True, frozen=True)
@@ -192,13 +198,17 @@ class FlashInferDecode:
         prefix = self.prefill.plan(batch, make_prefix_spans(groups, page_size, WHOLE), 0) if groups else None
         self.planned = _WrapperPlan(wrapper, prefix, grouped)
 
-    def run(self, layer: int, query: Tensor, output: Tensor) -> None:
+    def run(self, layer: int, query: Tensor, output: Tensor, sinks: Tensor | None = None) -> None:
         plan, pages = self.planned, (self.cache.keys[layer], self.cache.values[layer])
         scales = self.shape.list_scales(layer)
-        if plan.prefix is None:
+        if plan.prefix is None and sinks is None:
             plan.own.run(query, pages, out=output, **scales)
             return
         _, lse = plan.own.run(query, pages, out=output, return_lse=True, **scales)  # base 2, as in all of FlashInfer
+        if sinks is not None:
+            add_sinks(output, lse, sinks)
+        if plan.prefix is None:
+            return
         shared = query[plan.grouped]
         prefix, prefix_lse = plan.prefix.run(shared, pages, out=torch.empty_like(shared), return_lse=True, **scales)
         own = output[plan.grouped]  # a view, if the rows are a run
@@ -211,6 +221,13 @@ class FlashInferDecode:
 
         shape = self.shape
         return BatchDecodeWithPagedKVCacheWrapper(shape.workspace, "HND", use_tensor_cores=shape.uses_tensor_cores)
+
+
+def add_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Adds a logit of each head to the softmax of output [t, heads, dim] and lse [t, heads], of base 2, in place."""
+    whole = torch.logaddexp2(lse, sinks.float() / math.log(2))
+    output.mul_(torch.exp2(lse - whole)[..., None])
+    lse.copy_(whole)
 
 
 def skip_pages(

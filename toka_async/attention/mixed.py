@@ -59,13 +59,18 @@ class MixedGraphAttention:
         raise AssertionError(f"only graphs are planned, not {batch}")
 
     def attend(
-        self, layer: int, heads: Tensor, rotation: tuple[Tensor, Tensor], norm: QueryKeyNorm | None = None
+        self,
+        layer: int,
+        heads: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        norm: QueryKeyNorm | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
         query = append(heads, rotation, keys, values, self.write_indices, weight, eps, self.cache.scales[layer])
         output = torch.empty_like(query)  # of padding it stays as it is
         window, rows = self.windows[layer], slice(self.num_rows)
-        self.chunks[window].run(layer, query, output)
-        self.decodes[window].run(layer, query[rows], output[rows])
+        self.chunks[window].run(layer, query, output, sinks)
+        self.decodes[window].run(layer, query[rows], output[rows], sinks)
         return output

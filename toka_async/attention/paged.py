@@ -27,8 +27,11 @@ class DecodeKernel(Protocol):
         """
         ...
 
-    def run(self, layer: int, query: Tensor, output: Tensor) -> None:
-        """Attends from query, rotated, into output: [num_decode, heads, dim] each, contiguous."""
+    def run(self, layer: int, query: Tensor, output: Tensor, sinks: Tensor | None = None) -> None:
+        """Attends from query, rotated, into output: [num_decode, heads, dim] each, contiguous.
+
+        sinks: see `AttentionBackend.attend`.
+        """
         ...
 
 
@@ -54,8 +57,11 @@ class PrefillKernel(Protocol):
         """Prepares for the batch's chunks. A query sees the last `window` keys, 0: all of them."""
         ...
 
-    def run(self, layer: int, query: Tensor, output: Tensor) -> None:
-        """Attends from query, rotated, into output: [tokens of chunks, heads, dim] each, contiguous."""
+    def run(self, layer: int, query: Tensor, output: Tensor, sinks: Tensor | None = None) -> None:
+        """Attends from query, rotated, into output: [tokens of chunks, heads, dim] each, contiguous.
+
+        sinks: see `AttentionBackend.attend`.
+        """
         ...
 
 
@@ -122,7 +128,12 @@ class PagedAttention:
             self.decodes[window].set_groups(groups)
 
     def attend(
-        self, layer: int, heads: Tensor, rotation: tuple[Tensor, Tensor], norm: QueryKeyNorm | None = None
+        self,
+        layer: int,
+        heads: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        norm: QueryKeyNorm | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
@@ -130,7 +141,7 @@ class PagedAttention:
         output = torch.empty_like(query)
         window, split = self.effective[self.windows[layer]], self.num_decode
         if split:
-            self.decodes[window].run(layer, query[:split], output[:split])
+            self.decodes[window].run(layer, query[:split], output[:split], sinks)
         if split < len(query):
-            self.chunks[window].run(layer, query[split:], output[split:])
+            self.chunks[window].run(layer, query[split:], output[split:], sinks)
         return output

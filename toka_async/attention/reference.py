@@ -61,64 +61,76 @@ class ReferenceAttention:
         self.plans = self.planner.make_plans(batch, set(self.windows))
 
     def attend(
-        self, layer: int, heads: Tensor, rotation: tuple[Tensor, Tensor], norm: QueryKeyNorm | None = None
+        self,
+        layer: int,
+        heads: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        norm: QueryKeyNorm | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         query = append_tokens(self.cache, layer, self.write_slots, heads, rotation, norm)
-        return self._attend(self.plans[self.windows[layer]], layer, query)
+        return self._attend(self.plans[self.windows[layer]], layer, query, sinks)
 
-    def _attend(self, plan: TilePlan, layer: int, query: Tensor) -> Tensor:
+    def _attend(self, plan: TilePlan, layer: int, query: Tensor, sinks: Tensor | None) -> Tensor:
         """Attends rotated queries over what the cache holds: [tokens, heads, dim]."""
         if len(plan.whole) == 1 and plan.whole[0].tokens is None:
-            return self._attend_block(plan, plan.whole[0], layer, query)
+            return self._attend_block(plan, plan.whole[0], layer, query, sinks)
         output = torch.empty_like(query)
         for block in plan.whole:
             assert block.tokens is not None
-            output.index_copy_(0, block.tokens, self._attend_block(plan, block, layer, query))
+            output.index_copy_(0, block.tokens, self._attend_block(plan, block, layer, query, sinks))
         if plan.grouped is not None:
-            output.index_copy_(0, plan.grouped, self._attend_grouped(plan, plan.grouped, layer, query))
+            output.index_copy_(0, plan.grouped, self._attend_grouped(plan, plan.grouped, layer, query, sinks))
         return output
 
-    def _attend_block(self, plan: TilePlan, block: DenseBlock, layer: int, query: Tensor) -> Tensor:
+    def _attend_block(
+        self, plan: TilePlan, block: DenseBlock, layer: int, query: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         """Attends a block: [b * t, heads, dim]."""
+        if self.soft_cap or sinks is not None:
+            output, _ = self._attend_part(plan, block, layer, query, sinks)
+            return (output * self.cache.scales[layer].values).to(query.dtype)
         keys, values = self._gather(block, layer)
         bias = self._get_bias(plan, block)
         scales, queries = self.cache.scales[layer], self._select_queries(block, query)
-        if self.soft_cap:
-            scores = self._score(queries, keys, bias, layer)
-            output = scores.softmax(dim=-1).to(values.dtype) @ values
-        else:
-            scale = self.scale * scales.keys
-            output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=scale)
+        scale = self.scale * scales.keys
+        output = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=scale)
         output = output if scales.values == 1 else output * scales.values
         return self._order_by_token(output)
 
-    def _attend_grouped(self, plan: TilePlan, rows: Tensor, layer: int, query: Tensor) -> Tensor:
+    def _attend_grouped(self, plan: TilePlan, rows: Tensor, layer: int, query: Tensor, sinks: Tensor | None) -> Tensor:
         """Attends grouped rows: prefix and own part, weighted by their shares of the softmax. [rows, heads, dim]."""
-        prefix, prefix_lse = self._attend_parts(plan, plan.prefix, layer, query)
-        own, own_lse = self._attend_parts(plan, plan.own, layer, query)
+        prefix, prefix_lse = self._attend_parts(plan, plan.prefix, layer, query, None)
+        own, own_lse = self._attend_parts(plan, plan.own, layer, query, sinks)
         merged = torch.lerp(prefix, own, torch.sigmoid(own_lse - prefix_lse)) * self.cache.scales[layer].values
         return merged[rows].to(query.dtype)
 
     def _attend_parts(
-        self, plan: TilePlan, blocks: list[DenseBlock], layer: int, query: Tensor
+        self, plan: TilePlan, blocks: list[DenseBlock], layer: int, query: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Computes the tokens of blocks: outputs [tokens, heads, dim], log-sum-exps [tokens, heads, 1], float32."""
         output = torch.empty(query.shape, dtype=torch.float32, device=query.device)
         lse = torch.empty((*query.shape[:2], 1), dtype=torch.float32, device=query.device)
         for block in blocks:
-            keys, values = self._gather(block, layer)
-            scores = self._score(self._select_queries(block, query), keys, self._get_bias(plan, block), layer)
-            block_lse = scores.logsumexp(dim=-1, keepdim=True)
-            block_output = (scores - block_lse).exp() @ values.float()
             tokens = slice(None) if block.tokens is None else block.tokens
-            output[tokens] = self._order_by_token(block_output)
-            lse[tokens] = self._order_by_token(block_lse)
+            output[tokens], lse[tokens] = self._attend_part(plan, block, layer, query, sinks)
         return output, lse
 
-    def _score(self, queries: Tensor, keys: Tensor, bias: Tensor | None, layer: int) -> Tensor:
-        """Computes float32 [b, kv_heads, t * group, l]."""
-        scores = compute_scores(queries, keys, self.scale * self.cache.scales[layer].keys, self.soft_cap)
-        return scores if bias is None else scores + bias
+    def _attend_part(
+        self, plan: TilePlan, block: DenseBlock, layer: int, query: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Computes a block: outputs [b * t, heads, dim], without the scale of values, and log-sum-exps, float32."""
+        keys, values = self._gather(block, layer)
+        scale = self.scale * self.cache.scales[layer].keys
+        scores = compute_scores(self._select_queries(block, query), keys, scale, self.soft_cap)
+        bias = self._get_bias(plan, block)
+        scores = scores if bias is None else scores + bias  # [b, kv_heads, t * group, l]
+        lse = scores.logsumexp(dim=-1, keepdim=True)
+        if sinks is not None:
+            each = sinks.float().view(self.cache.num_kv_heads, 1, self.group_size)
+            lse = torch.logaddexp(lse, each.expand(-1, scores.shape[2] // self.group_size, -1).reshape(*lse.shape[1:]))
+        output = (scores - lse).exp() @ values.float()
+        return self._order_by_token(output), self._order_by_token(lse)
 
     def _get_bias(self, plan: TilePlan, block: DenseBlock) -> Tensor | None:
         if block.bias is not None or block.ends is None:

@@ -71,10 +71,17 @@ class RowDecode:
             work = divide_keys(batch.contexts, num_rows, skip, window, programs)
         self._set_plan(batch, skip, window, is_short, work)
 
-    def run(self, layer: int, query: Tensor, output: Tensor, prefix: Partial | None = None) -> None:
+    def run(
+        self,
+        layer: int,
+        query: Tensor,
+        output: Tensor,
+        prefix: Partial | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
         """Attends from query, rotated, into output: [rows, heads, dim] each.
 
-        prefix: of what rows skip, if they do, without the scale of values.
+        prefix: of what rows skip, if they do, without the scale of values and without sinks.
         """
         step = self.step
         assert step is not None
@@ -97,12 +104,14 @@ class RowDecode:
             step.work,
             step.partial,
             scales.values,
+            sinks,
         )
 
-    def run_each_kernel(self, window: int, row_counts: Sequence[int] = ()) -> None:
+    def run_each_kernel(self, window: int, row_counts: Sequence[int] = (), sinks: Tensor | None = None) -> None:
         """Runs each kernel that a plan can need, on rows without keys: some odd step would compile it otherwise.
 
-        row_counts: some of `list_row_counts`, of which each has kernels of its own; all by default.
+        row_counts: some of `list_row_counts`, of which each has kernels of its own; all by default. sinks: if layers
+        have them.
         """
         keys = self.cache.keys[0]
         for num_rows in row_counts or list_row_counts(self.device):
@@ -126,6 +135,8 @@ class RowDecode:
                     prefix,
                     work,
                     None if work is None else self._make_partial(work.num_partials),
+                    1.0,
+                    sinks,
                 )
 
     def _set_plan(

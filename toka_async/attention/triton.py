@@ -122,7 +122,7 @@ class TritonDecode:
         self.graph_data[: len(data)].copy_(data, non_blocking=True)
         self.graph_groups = groups
 
-    def run(self, layer: int, query: Tensor, output: Tensor) -> None:
+    def run(self, layer: int, query: Tensor, output: Tensor, sinks: Tensor | None = None) -> None:
         shared, step = self.shared, self.rows.step
         assert step is not None
         prefix = None
@@ -141,7 +141,7 @@ class TritonDecode:
                 self.scale * self.cache.scales[layer].keys,
                 self.tile_config,
             )
-        self.rows.run(layer, query, output, prefix)
+        self.rows.run(layer, query, output, prefix, sinks)
 
     def run_prefix_kernel(self) -> None:
         """Runs the kernel of shared prefixes without any, so that it is compiled."""
@@ -240,7 +240,7 @@ class TritonChunks:
             ),  # a tile in parts has no more than twice as many as it has besides one
         )
 
-    def run(self, layer: int, query: Tensor, output: Tensor) -> None:
+    def run(self, layer: int, query: Tensor, output: Tensor, sinks: Tensor | None = None) -> None:
         step = self.step
         assert step is not None
         scales = self.cache.scales[layer]
@@ -259,6 +259,7 @@ class TritonChunks:
             step.parts,
             step.partial,
             scales.values,
+            sinks,
         )
         if len(step.merged):
             merge(step.partial, step.merged, self.tile_queries, output)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.attention.kv_cache import KVCache
@@ -50,8 +51,10 @@ def make_batch(cache: KVCache, shape: TrialShape, alike: Sequence[PrefixGroup] =
     )
 
 
-def try_decode(cache: KVCache, num_heads: int, part: DecodeKernel, max_seqs: int, window: int = 0) -> None:
-    """Runs a part at shapes that take each of its paths.
+def try_decode(
+    cache: KVCache, num_heads: int, part: DecodeKernel, max_seqs: int, window: int = 0, sinks: Tensor | None = None
+) -> None:
+    """Runs a part at shapes that take each of its paths. sinks: if layers have them.
 
     Paths: keys of a row read by one or several programs, few keys and many; no groups, one group, as many as fill the
     chip.
@@ -65,23 +68,27 @@ def try_decode(cache: KVCache, num_heads: int, part: DecodeKernel, max_seqs: int
         many = max(few, min(max_seqs, 64 * full))  # or the most: none of them needs several programs
         short, long = _choose_contexts(cache, window)
         for num_rows, context in ((few, short), (few, long), (few, SPLIT_TOKENS), (many, min(MIDDLE_TOKENS, long))):
-            _try(cache, num_heads, part, TrialShape(((context, 1),) * num_rows, num_rows, groups), window)
+            _try(cache, num_heads, part, TrialShape(((context, 1),) * num_rows, num_rows, groups), window, sinks)
     _wait(device)
 
 
-def _try(cache: KVCache, num_heads: int, part: DecodeKernel, shape: TrialShape, window: int) -> None:
+def _try(
+    cache: KVCache, num_heads: int, part: DecodeKernel, shape: TrialShape, window: int, sinks: Tensor | None
+) -> None:
     query = cache.make_zero_queries(shape.num_decode, num_heads)
     part.plan(make_batch(cache, shape, shape.groups), shape.groups, window)
-    part.run(0, query, torch.empty_like(query))
+    part.run(0, query, torch.empty_like(query), sinks)
 
 
-def try_chunks(cache: KVCache, num_heads: int, part: PrefillKernel, window: int = 0) -> None:
+def try_chunks(
+    cache: KVCache, num_heads: int, part: PrefillKernel, window: int = 0, sinks: Tensor | None = None
+) -> None:
     """Runs a part at short contexts, and at a long one beside a short one, which several programs share."""
     query = cache.make_zero_queries(2, num_heads)
     short = cache.page_size + 1
     for context in (short, short + LONG_TOKENS):
         part.plan(make_batch(cache, TrialShape(((context, 1), (short, 1)), 0)), window)
-        part.run(0, query, torch.empty_like(query))
+        part.run(0, query, torch.empty_like(query), sinks)
     _wait(cache.device)
 
 

@@ -95,16 +95,18 @@ def measure(rows: Sequence[int], config: Config) -> Iterator[ProductTime]:
 
 def list_matrices(spec: ModelSpec, normed: bool) -> list[TimedMatrix]:
     """Lists the matrices of the first layer with a dense feed, or of a layer's attention, and the head."""
-    is_dense = [isinstance(layer.feed, DenseFeedSpec) for layer in spec.layers]
-    qkv, output, *others = spec.list_matrices(is_dense.index(True) if any(is_dense) else 0)
+    dense = [index for index, layer in enumerate(spec.layers) if isinstance(layer.feed, DenseFeedSpec)]
+    qkv, output, *others = spec.list_matrices(dense[0] if dense else 0)
     uses = [
         ("qkv", qkv, "store", normed),
         ("output", output, "add", False),
         ("head", spec.head_matrix, "store", False),
     ]
-    if any(is_dense):
+    if dense:
         gate_up, down = others
-        uses[2:2] = [("gate_up", gate_up, spec.layers[0].feed.activation, normed), ("down", down, "add", False)]
+        feed = spec.layers[dense[0]].feed
+        assert isinstance(feed, DenseFeedSpec)
+        uses[2:2] = [("gate_up", gate_up, feed.activation, normed), ("down", down, "add", False)]
     return [TimedMatrix(name, each.num_outputs, each.num_inputs, finish, norm) for name, each, finish, norm in uses]
 
 

@@ -23,7 +23,8 @@ from toka_async.bench.policy.policy_plot import check_available
 from toka_async.bench.step_load import Case, DecodeSteps, DoesNotFitError, PromptSteps
 from toka_async.bench.step_result import StepResult, StepTime
 from toka_async.checkpoint.hub import resolve_model
-from toka_async.checkpoint.spec import ModelError, read_spec
+from toka_async.checkpoint.implementation import read_model
+from toka_async.checkpoint.spec import ModelError
 from toka_async.config import Config, load_config
 from toka_async.messages import Ready, Step, StepDone, TokenSampling
 
@@ -62,7 +63,7 @@ def measure(options: argparse.Namespace, config: Config) -> StepResult:
         if (size := getattr(config.parallel, name)) > 1:
             raise BenchError(f"parallel.{name}={size}: one rank alone is measured; use 1")
     model_dir = resolve_model(config.model.path, weights=config.model.load == "weights")
-    spec = read_spec(model_dir, config.model.quantize)
+    spec = read_model(model_dir, config.model, config.parallel)
     # A rank's process does this too, before torch loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

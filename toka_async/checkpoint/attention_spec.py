@@ -28,9 +28,9 @@ class AttentionSpec(msgspec.Struct, frozen=True, tag="attention", kw_only=True):
 
     window: how many positions a token sees, itself included; 0: all before it. rope: None: positions do not count.
     scale: of scores; None: head_dim ** -0.5. soft_cap: c of c * tanh(score / c); 0: none. sinks: each head has a score
-    of nothing in its softmax. gated: outputs are multiplied with the sigmoid of a gate of the query's projection. bias:
-    query, key and value projections have one. output_bias: the output projection has one. fused: the name of the one
-    tensor that checkpoints have for queries, keys and values; empty: each has its own.
+    of nothing in its softmax; of all layers or none. gated: outputs are multiplied with the sigmoid of a gate of the
+    query's projection. bias: query, key and value projections have one. output_bias: the output projection has one.
+    fused: the name of the one tensor that checkpoints have for queries, keys and values; empty: each has its own.
     """
 
     num_heads: int
@@ -70,7 +70,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, tag="attention", kw_only=True):
         """Names what tensor ranks divide."""
         return f"{self.num_heads} heads, {self.num_kv_heads} KV heads"
 
-    def list_matrices(self, hidden_size: int, format: str) -> tuple[MatrixSpec, MatrixSpec]:
+    def list_matrices(self, hidden_size: int, format: str) -> tuple[MatrixSpec, ...]:
         """Returns query, key and value as one, and the output."""
         order = () if self.rope is None else self.rope.order_head(self.head_dim)
         queries, keys = (Units(count, self.head_dim, order) for count in (self.num_heads, self.num_kv_heads))
@@ -101,4 +101,5 @@ class AttentionSpec(msgspec.Struct, frozen=True, tag="attention", kw_only=True):
 
     def count_weights(self) -> int:
         """Counts the parameters beside the matrices."""
-        return (self.head_norm is not None) * (self.num_heads + self.num_kv_heads) * self.head_dim
+        norm = (self.head_norm is not None) * (self.num_heads + self.num_kv_heads) * self.head_dim
+        return norm + self.sinks * self.num_heads

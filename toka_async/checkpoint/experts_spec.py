@@ -5,23 +5,39 @@ Knows no torch and no files.
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
-from toka_async.checkpoint.matrix_spec import WEIGHT_BYTES, MatrixSpec, Units
+from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
+
+# gpt-oss: gate and up limited to 7, the gate from above only; then gate * sigmoid(1.702 * gate) * (up + 1).
+CLAMPED_SWIGLU: Final = "clamped_swiglu"
+SWIGLU_ALPHA: Final = 1.702
+SWIGLU_LIMIT: Final = 7.0
 
 
 class ExpertNames(msgspec.Struct, frozen=True):
-    """What a family's checkpoints call the parts in a layer. gate, up, down: of each expert, behind its number."""
+    """What a family's checkpoints call the parts in a layer. gate, up, down: of each expert, behind its number.
+
+    gate_up: if not empty, all experts' matrices are one tensor, transposed: [experts, inputs, outputs]. Then it is the
+    name of gate and up, whose outputs take turns.
+    """
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    gate_up: str = ""
 
     def name_matrix(self, number: int, name: str) -> str:
         """Names a matrix of an expert in its layer."""
-        return f"{self.experts}.{number}.{name}"
+        return f"{self.experts}.{name}" if self.gate_up else f"{self.experts}.{number}.{name}"
+
+    def list_gate_up(self) -> tuple[str, ...]:
+        """Names the matrices of gate and up, or their common one."""
+        return (self.gate_up,) if self.gate_up else (self.gate, self.up)
 
 
 class ExpertMatrixSpec(MatrixSpec, frozen=True, kw_only=True):
@@ -32,7 +48,7 @@ class ExpertMatrixSpec(MatrixSpec, frozen=True, kw_only=True):
     top_k: int
 
     def count_bytes(self, itemsize: int) -> int:
-        return self.num_held * WEIGHT_BYTES[self.format](self.num_outputs, self.num_inputs, itemsize)
+        return self.num_held * super().count_bytes(itemsize)
 
     def count_read_bytes(self, num_tokens: int, itemsize: int) -> int:
         """Counts those of the experts that are chosen, if all are equally likely."""
@@ -52,8 +68,9 @@ class ExpertMatrixSpec(MatrixSpec, frozen=True, kw_only=True):
 class ExpertsFeedSpec(msgspec.Struct, frozen=True, tag="experts", kw_only=True):
     """`num_experts` networks of `inner` units, of which each token passes through `top_k`.
 
-    renormalizes: a token's shares of its experts add up to 1. num_groups: groups of tensor ranks, each of which has
-    some of the experts; a group's ranks have a part of each unit. num_held: experts of a rank; all, in the whole model.
+    renormalizes: a token's shares of its experts add up to 1. bias: router and experts have one. num_groups: groups of
+    tensor ranks, each of which has some of the experts; a group's ranks have a part of each unit. num_held: experts of
+    a rank; all, in the whole model.
     """
 
     inner: int
@@ -62,6 +79,7 @@ class ExpertsFeedSpec(msgspec.Struct, frozen=True, tag="experts", kw_only=True):
     top_k: int
     renormalizes: bool
     names: ExpertNames
+    bias: bool = False
     num_groups: int = 1
     num_held: int = 0
 
@@ -87,13 +105,18 @@ class ExpertsFeedSpec(msgspec.Struct, frozen=True, tag="experts", kw_only=True):
         """Returns the router, whose weights are never quantized, gate and up as one, and down."""
         hidden, inner, names = Units(hidden_size), Units(self.inner), self.names
         router = MatrixSpec(
-            names=(self.names.router,), outputs=(Units(self.num_experts),), inputs=hidden, split="outputs"
+            names=(self.names.router,),
+            outputs=(Units(self.num_experts),),
+            inputs=hidden,
+            split="outputs",
+            bias=self.bias,
         )
         gate_up = ExpertMatrixSpec(
-            names=(names.name_matrix(0, names.gate), names.name_matrix(0, names.up)),
+            names=tuple(names.name_matrix(0, name) for name in names.list_gate_up()),
             outputs=(inner, inner),
             inputs=hidden,
             split="outputs",
+            bias=self.bias,
             format=format,
             num_held=self.num_held or self.num_experts,
             num_experts=self.num_experts,

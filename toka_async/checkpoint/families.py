@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from toka_async.checkpoint.attention_spec import HeadNormSpec
-from toka_async.checkpoint.experts_spec import ExpertNames
+from toka_async.checkpoint.experts_spec import CLAMPED_SWIGLU, ExpertNames
 from toka_async.checkpoint.layer_spec import NormNames
 from toka_async.checkpoint.rope_spec import RopeDefaults
 
@@ -29,7 +29,7 @@ class ExpertsFamily(msgspec.Struct, frozen=True, kw_only=True):
     """The experts of one `model_type`.
 
     inner_field: names their inner size. renormalizes: None: norm_topk_prob says. in_all_layers: otherwise
-    decoder_sparse_step and mlp_only_layers say in which.
+    decoder_sparse_step and mlp_only_layers say in which. activation: whatever hidden_act says; None: as that says.
     """
 
     names: ExpertNames
@@ -39,6 +39,8 @@ class ExpertsFamily(msgspec.Struct, frozen=True, kw_only=True):
     inner: int
     renormalizes: bool | None
     in_all_layers: bool
+    activation: str | None = None
+    bias: bool = False
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +74,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     rope: RopeDefaults = RopeDefaults()
     ropes_by_type: bool = False
     skips_ropes: bool = False
+    sinks: bool = False
     windows: Windows = "none"
     window: int = 4096  # where none is named; 0: none
     period: int = 0
@@ -148,6 +151,38 @@ FAMILIES: dict[str, Family] = {
             inner=14336,
             renormalizes=True,
             in_all_layers=True,
+        ),
+    ),
+    "gpt_oss": Family(
+        max_positions=131072,
+        num_kv_heads=8,
+        head_dim=64,
+        qkv_bias=True,
+        output_bias=True,
+        norm_eps=1e-5,
+        rope=RopeDefaults(
+            theta=150000.0,
+            scaling={
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "truncate": False,
+            },
+        ),
+        sinks=True,
+        windows="by_type",
+        window=128,
+        period=2,
+        experts=ExpertsFamily(
+            names=ExpertNames(router="mlp.router", gate_up="gate_up_proj", down="down_proj"),
+            num_experts=128,
+            top_k=4,
+            inner_field="intermediate_size",
+            inner=2880,
+            renormalizes=True,
+            in_all_layers=True,
+            activation=CLAMPED_SWIGLU,
+            bias=True,
         ),
     ),
     "olmo2": Family(

@@ -9,6 +9,7 @@ import msgspec
 
 from toka_async.checkpoint.attention_spec import AttentionSpec
 from toka_async.checkpoint.experts_spec import ExpertsFeedSpec
+from toka_async.checkpoint.foreign_spec import ForeignAttentionSpec, ForeignFeedSpec
 from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
 
 
@@ -57,8 +58,8 @@ class DenseFeedSpec(msgspec.Struct, frozen=True, tag="dense"):
         return 3 * self.inner
 
 
-MixerSpec = AttentionSpec
-FeedSpec = DenseFeedSpec | ExpertsFeedSpec
+MixerSpec = AttentionSpec | ForeignAttentionSpec
+FeedSpec = DenseFeedSpec | ExpertsFeedSpec | ForeignFeedSpec
 
 
 class NormSpec(msgspec.Struct, frozen=True):

@@ -1,7 +1,8 @@
 """Reads how a checkpoint's matrices are quantized from the `quantization_config` of its `config.json`.
 
 Two spellings are read: `quant_method` of "fp8" (DeepSeek, Qwen: 128 x 128 blocks), and "compressed-tensors" (a scale
-for each output, or blocks). Knows no torch and no values.
+for each output, or blocks). "mxfp4" (gpt-oss) is a format of files alone: weights are dequantized as they are read.
+Knows no torch and no values.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import msgspec
 from toka_async.checkpoint.json_file import JsonFile
 
 BLOCK = 128  # rows and columns of a block
-METHODS = "fp8 with weight_block_size, compressed-tensors of the format float-quantized"
+METHODS = "fp8 with weight_block_size, compressed-tensors of the format float-quantized, mxfp4"
 Scaling = Literal["channel", "block"]
 
 
@@ -61,11 +62,16 @@ MADE_AT_LOAD = {"fp8": Quantization("channel"), "fp8_block": Quantization("block
 
 
 def read_quantization(file: JsonFile) -> Quantization | None:
-    """Returns None for a checkpoint that is not quantized. Raises ModelError for another format."""
+    """Returns None for a checkpoint whose weights are not quantized once they are read.
+
+    Raises ModelError for another format.
+    """
     if not file.has("quantization_config"):
         return None
     config = file.section("quantization_config")
     method = config.text("quant_method", "unknown")
+    if method == "mxfp4":
+        return None
     if method == "fp8":
         return _read_blocks(config)
     if method == "compressed-tensors":

@@ -67,6 +67,7 @@ def read_attentions(file: JsonFile, family: Family, num_layers: int, scales: Mod
         rope=None,
         scale=scales.scores,
         soft_cap=scales.scores_soft_cap,
+        sinks=family.sinks,
         bias=read_bias(file, "attention_bias", family.qkv_bias, family.attention_bias),
         output_bias=read_bias(file, family.output_bias_field, family.output_bias),
         head_norm=family.head_norm,

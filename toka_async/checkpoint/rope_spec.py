@@ -5,7 +5,7 @@ Knows the names and defaults of both spellings; computes no angles.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -72,18 +72,20 @@ class RopeDefaults(msgspec.Struct, frozen=True):
     """What a family's configurations leave unsaid.
 
     part: of a head that turns; None: all, whatever is said. local_theta: of layers with a window; None: as of others.
+    scaling: the fields of `rope_scaling` where there is none.
     """
 
     theta: float = 10000.0
     part: float | None = None
     interleaved: bool = False
     local_theta: float | None = None
+    scaling: dict[str, Any] = {}
 
 
 def read_rope(file: JsonFile, max_positions: int, defaults: RopeDefaults) -> RopeSpec:
     """Raises ModelError for a kind or parameter that is not supported."""
     name = "rope_scaling" if file.has("rope_scaling") else "rope_parameters"
-    rope = file.section(name)
+    rope = file.section(name) if file.has(name) else JsonFile(file.path, defaults.scaling, f"{name}.")
     if any(isinstance(value, dict) for value in rope.fields.values()):
         raise file.error(name, "differs by layer type, which is not supported for this model_type")
     return _read(file, rope, max_positions, defaults)

@@ -7,11 +7,12 @@ torch, no weights and no tokenizer.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from toka_async.checkpoint.attention_spec import AttentionSpec
-from toka_async.checkpoint.experts_spec import ExpertsFeedSpec
+from toka_async.checkpoint.experts_spec import CLAMPED_SWIGLU, SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertsFeedSpec
 from toka_async.checkpoint.families import FAMILIES, TEXT_PARTS, ExpertsFamily, Family
 from toka_async.checkpoint.json_file import JsonFile, ModelError
 from toka_async.checkpoint.layer_spec import DenseFeedSpec, FeedSpec, LayerSpec, NormSpec
@@ -47,6 +48,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     logits_scale: float = 1.0
     logits_soft_cap: float = 0.0  # c of c * tanh(logit / c); 0: none
     fp32_logits: bool = False  # `model.fp32_logits`; no checkpoint says it
+    impl: Literal["native", "transformers"] = "native"  # whose code computes the layers
 
     def count_logit_bytes(self, itemsize: int) -> int:
         """Counts the bytes of a row's logits; itemsize: of a value of the model's dtype."""
@@ -133,7 +135,7 @@ def read_spec(model_dir: Path, quantize: str = "none") -> ModelSpec:
         logits_scale=scales.logits,
         logits_soft_cap=scales.logits_soft_cap,
     )
-    return _quantize(spec, _choose_quantization(file, quantize))
+    return _quantize(spec, _choose_quantization(file, family, quantize))
 
 
 def _find_text_part(file: JsonFile) -> tuple[JsonFile, str]:
@@ -149,10 +151,14 @@ def _find_text_part(file: JsonFile) -> tuple[JsonFile, str]:
     return JsonFile(file.path, whole | text.fields, text.prefix), text.text("model_type", TEXT_PARTS[name])
 
 
-def _choose_quantization(file: JsonFile, quantize: str) -> Quantization | None:
+def _choose_quantization(file: JsonFile, family: Family, quantize: str) -> Quantization | None:
     found = read_quantization(file)
     if found is not None and quantize != "none":
         raise file.error("quantization_config", f"says that weights are quantized; leave out model.quantize={quantize}")
+    if found is not None and family.experts is not None and family.experts.names.gate_up:
+        raise file.error(
+            "quantization_config", "quantizes experts that are one tensor; use the checkpoint in bfloat16 or MXFP4"
+        )
     return MADE_AT_LOAD.get(quantize, found)
 
 
@@ -220,11 +226,16 @@ def _read_experts(file: JsonFile, family: ExpertsFamily, activation: str) -> Exp
     if top_k > num_experts:
         raise file.error("num_experts_per_tok", f"({top_k}) is more than {field} ({num_experts})")
     renormalizes = family.renormalizes
+    if family.activation == CLAMPED_SWIGLU:
+        for name, value in (("swiglu_limit", SWIGLU_LIMIT), ("swiglu_alpha", SWIGLU_ALPHA)):
+            if file.number(name, value) != value:
+                raise file.error(name, f"other than {value:g} is not supported")
     return ExpertsFeedSpec(
         inner=file.integer(family.inner_field, family.inner),
-        activation=activation,
+        activation=family.activation or activation,
         num_experts=num_experts,
         top_k=top_k,
         renormalizes=file.flag("norm_topk_prob", False) if renormalizes is None else renormalizes,
         names=family.names,
+        bias=family.bias,
     )

@@ -50,6 +50,8 @@ def _run(options: argparse.Namespace) -> int:
             return _run_batch(options)
         case "plan":
             return _run_plan(options)
+        case "models":
+            return _show_models(options)
         case "config":
             return _print_config(options)
         case "ping":
@@ -139,6 +141,26 @@ def _run_plan(options: argparse.Namespace) -> int:
     except ModelError as error:
         return _report_error(error)
     return 0
+
+
+def _show_models(options: argparse.Namespace) -> int:
+    """Returns 2 for a model that would be refused."""
+    import msgspec
+
+    from toka_async.checkpoint.json_file import ModelError
+    from toka_async.cli.models import list_lines, list_models, report_lines, report_model
+
+    overrides = complete_overrides(options.overrides, has_model=True)
+    if options.config is None and not any(each.startswith("model.path=") for each in overrides):
+        models = list_models()
+        print(msgspec.json.encode(models).decode() if options.json else "\n".join(list_lines(models)))
+        return 0
+    try:
+        report = report_model(load_config(options.config, overrides))
+    except ModelError as error:
+        return _report_error(error)
+    print(msgspec.json.encode(report).decode() if options.json else "\n".join(report_lines(report)))
+    return 2 if report.problem else 0
 
 
 def _run_ping(options: argparse.Namespace) -> int:

@@ -132,6 +132,9 @@ def _make_parser() -> _Parser:
         "--gpu-memory", type=_parse_positive, metavar="GIB", help="of each GPU; default: as this machine's"
     )
     _add_configuration(plan)
+    models = command("models", "list the models that run, and by whose code; or say what would become of one, and why")
+    models.add_argument("--json", action="store_true", help="for programs")
+    _add_configuration(models)
     _add_config(command("config", "print the configuration in effect, as TOML"))
     pair = command("keys", "make a pair of keys for direct submission: NAME.key is public, NAME.key_secret is not")
     pair.add_argument("name", type=_parse_name)

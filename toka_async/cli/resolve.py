@@ -12,8 +12,9 @@ from msgspec.structs import replace
 from toka_async.checkpoint.cost import count_stage_bytes
 from toka_async.checkpoint.division import check_division, group_experts
 from toka_async.checkpoint.hub import resolve_model
+from toka_async.checkpoint.implementation import read_model
 from toka_async.checkpoint.limits import DeviceKind, RankLimits, resolve_limits
-from toka_async.checkpoint.spec import ModelSpec, read_spec
+from toka_async.checkpoint.spec import ModelSpec
 from toka_async.config import Config
 from toka_async.config.sections import Section
 from toka_async.listening import max_connections, max_direct_connections, raise_limits
@@ -24,7 +25,7 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 def resolve(config: Config) -> Config:
     """Resolve every `auto` that is known now. Raises ModelError if the configuration could not be served."""
-    spec = read_spec(resolve_model(config.model.path, weights=False), config.model.quantize)
+    spec = read_model(resolve_model(config.model.path, weights=False), config.model, config.parallel)
     spec = group_experts(spec, config.parallel.ep)
     check_division(spec, config.parallel.pp, config.parallel.tp)
     raise_limits()

@@ -22,6 +22,16 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 class ModelConfig(Section, frozen=True, kw_only=True):
     path: Annotated[str, Meta(description="model directory, hub id, or `demo` for the built-in model")] = "demo"
     tokenizer: Annotated[str, Meta(description="directory or hub id of the tokenizer; empty: the model's own")] = ""
+    impl: Annotated[
+        Literal["auto", "native", "transformers"],
+        Meta(
+            description="whose code computes the layers; native: ours; transformers: that library's, with our "
+            "attention; auto: ours if it has the model's family"
+        ),
+    ] = "auto"
+    trust_remote_code: Annotated[
+        bool, Meta(description="let transformers run Python code that the model's folder or repository has")
+    ] = False
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="type of weights and activations; auto: float32 on a CPU, else the checkpoint's"),

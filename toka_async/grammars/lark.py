@@ -8,9 +8,11 @@ dialects.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+START = re.compile(r"^start\s*:", re.MULTILINE)
 GUIDANCE = "x-guidance"  # key at a schema's top level with options of llguidance, which precede ours
 # A model could write blanks for ever. These are those that a document needs, in one line or indented.
 WHITESPACE = r"\x20|\x0A[\x20\x09]{0,20}"
@@ -23,6 +25,11 @@ class GrammarError(ValueError):
 def make_grammar(expression: str) -> str:
     """Makes a grammar of outputs that match one expression."""
     return f"start: {expression}\n"
+
+
+def rename_start(grammar: str, name: str) -> str:
+    """Makes a grammar's start an ordinary rule, so that another grammar can use it."""
+    return START.sub(f"{name}:", grammar, count=1)
 
 
 def write_json(schema: Mapping[str, Any] | bool, *, strict: bool, options: Mapping[str, Any] | None = None) -> str:

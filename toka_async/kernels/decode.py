@@ -99,6 +99,7 @@ def decode_attention(
     work: DecodeWork | None = None,
     partial: Partial | None = None,
     value_scale: float = 1.0,
+    sinks: Tensor | None = None,
 ) -> Any:
     """Writes attention of query [rows, heads, dim] to output; all tensors are contiguous. Returns the kernel.
 
@@ -107,7 +108,8 @@ def decode_attention(
     them. skip int32 [rows], prefix [p, rows, ...]: keys that a row leaves out, and attention over them (unread where
     skip is 0); a row whose window begins after its first key uses neither. prefix.output may be `output`, of one
     partial. work: which program reads which keys; None: each row has one. partial [work.num_partials, ...]: float32
-    memory for partial results. value_scale: multiplies the result, of a prefix as well.
+    memory for partial results. value_scale: multiplies the result, of a prefix as well. sinks [heads]: logits that take
+    part in the softmax of each row, without a value (arXiv:2309.17453); a prefix was attended without them.
     """
     num_rows, num_heads, dim = query.shape
     kv_heads, page_size = keys.shape[1:3]
@@ -130,6 +132,7 @@ def decode_attention(
         output,
         None if partial is None else partial.output,
         None if partial is None else partial.lse,
+        sinks,
         scale * LOG2E,
         1 / value_scale,
         page_table.stride(0),
@@ -179,6 +182,12 @@ def merge(partial: Partial, merged: Tensor, stride: int, output: Tensor) -> None
     )
 
 
+@triton.jit
+def load_sinks(sinks, head, mask):
+    """Loads the heads' logits for base 2; -inf outside of the mask."""
+    return tl.load(sinks + head, mask=mask, other=-float("inf")).to(tl.float32) * 1.4426950408889634
+
+
 @triton.jit(
     do_not_specialize=["table_stride", "num_prefixes", "num_rows", "least"],
     do_not_specialize_on_alignment=["page_table", "slots", "contexts", "items", "skip"],
@@ -197,6 +206,7 @@ def _decode(
     output,
     parts,
     lse,
+    sinks,
     scale,
     divisor,
     table_stride,
@@ -245,6 +255,10 @@ def _decode(
     top = tl.full([group_pad], -float("inf"), tl.float32)  # largest score so far, base 2
     total = tl.zeros([group_pad], tl.float32)
     mixed = tl.zeros([group_pad, dim_pad], tl.float32)
+    if sinks is not None:  # in the first part of a row's keys
+        has_sink = is_head & (part == 0)
+        top = load_sinks(sinks, kv_head * group + in_group, has_sink)
+        total = tl.where(has_sink, 1.0, 0.0)
     if skip is not None:
         taken = (first > 0) & (part == 0)
         for prefix_number in range(num_prefixes):

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toka_async.kernels.decode import LOG2E, Partial
+from toka_async.kernels.decode import LOG2E, Partial, load_sinks
 from toka_async.kernels.stored import choose_operand, to_operand
 
 GLUON = "3.6."  # versions of Triton for which `prefill_hopper` is written: each has another Gluon
@@ -103,6 +103,7 @@ def attend_chunks(
     parts: Tensor,
     partial: Partial,
     value_scale: float = 1.0,
+    sinks: Tensor | None = None,
 ) -> Any:
     """Writes causal attention of the tiles' queries to output; both are [tokens, heads, dim] and contiguous.
 
@@ -113,9 +114,10 @@ def attend_chunks(
 
     parts int32 [n, 3]: of each tile the first and the end of its keys, whole blocks but for the last key of all; then
     where its result goes: to output for -1, for i to the i-th `config.queries` rows of partial, float32 [rows, ...],
-    which the caller merges. value_scale: multiplies the result.
+    which the caller merges. value_scale: multiplies the result. sinks [heads]: see `decode_attention`; they are in the
+    last part of a tile.
     """
-    split = (parts, partial.output, partial.lse)
+    split = (parts, partial.output, partial.lse, sinks)
     scales = scale, value_scale
     return _launch(
         query, keys, values, page_table, slots, tiles, num_programs, output, *split, *scales, window, 1, config
@@ -134,8 +136,11 @@ def attend_prefixes(
     scale: float,
     config: PrefillConfig,
 ) -> None:
-    """Attends as `attend_chunks`, but all queries of a tile see the same keys, split over result's [p, rows, ...]."""
-    to, splits = (result.output, None, None, result.lse), len(result.lse)
+    """Attends as `attend_chunks`, but all queries of a tile see the same keys, split over result's [p, rows, ...].
+
+    Sinks are left to what attends the rest of the rows' keys.
+    """
+    to, splits = (result.output, None, None, result.lse, None), len(result.lse)
     _launch(query, keys, values, page_table, slots, tiles, num_programs, *to, scale, 1.0, 0, splits, config)
 
 
@@ -151,6 +156,7 @@ def _launch(
     parts: Tensor | None,
     partial: Tensor | None,
     lse: Tensor,
+    sinks: Tensor | None,
     scale: float,
     value_scale: float,
     window: int,
@@ -163,7 +169,7 @@ def _launch(
     assert query.is_contiguous()
     assert output.is_contiguous()
     assert group <= config.block_queries
-    operands = (query, keys, values, page_table, slots, tiles, output, parts, partial, lse, scale * LOG2E)
+    operands = (query, keys, values, page_table, slots, tiles, output, parts, partial, lse, sinks, scale * LOG2E)
     assert (config.widening > 0) == (config.registers > 0 and keys.dtype != query.dtype)
     if config.registers:
         from toka_async.kernels.prefill_hopper import attend_tiles
@@ -205,6 +211,7 @@ def _prefill(
     parts,
     partial,
     lse,
+    sinks,
     scale,
     divisor,
     table_stride,
@@ -256,6 +263,10 @@ def _prefill(
         top = tl.full([block_queries], -float("inf"), tl.float32)
         total = tl.zeros([block_queries], tl.float32)
         mixed = tl.zeros([block_queries, dim_pad], tl.float32)
+        if sinks is not None:
+            has_sink = is_query & (high == seen + count - 1)
+            top = load_sinks(sinks, kv_head * group + in_tile % group, has_sink)
+            total = tl.where(has_sink, 1.0, 0.0)
         if window > 0:
             left_out = tl.maximum(seen + count - 1 - window - low, 0)
             middle = tl.minimum(low + tl.cdiv(left_out, block_keys) * block_keys, high)

@@ -50,6 +50,7 @@ def attend_tiles(
     parts: Tensor | None,
     partial: Tensor | None,
     lse: Tensor,
+    sinks: Tensor | None,
     scale: float,
     value_scale: float,
     num_tiles: int,
@@ -82,6 +83,7 @@ def attend_tiles(
         parts,
         partial,
         lse,
+        sinks,
         scale,
         value_scale,
         page_table.stride(0),
@@ -259,7 +261,7 @@ def _compute_rows(
     stages: gl.constexpr,
 ):
     """Computes 64 rows of all tiles of this program, those from 64 * which on."""
-    query, tiles, parts, output, partial, lse, scale, value_scale, num_queries, splits, k_ring, v_ring = reads
+    query, tiles, parts, output, partial, lse, sinks, scale, value_scale, num_queries, splits, k_ring, v_ring = reads
     k_full, k_free, v_full, v_free = bars
     num_heads: gl.constexpr = kv_heads * group
     dim: gl.constexpr = queries.shape[1]
@@ -297,6 +299,11 @@ def _compute_rows(
         top = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, of_scores))
         total = gl.zeros([64], gl.float32, gl.SliceLayout(1, of_scores))
         mixed = gl.zeros([64, dim], gl.float32, of_result)
+        if sinks is not None:
+            is_last = high == seen + count - 1
+            sink = gl.load(sinks + kv_head * group + stat_row % group).to(gl.float32) * 1.4426950408889634
+            top = gl.where(is_last, sink, top)
+            total = gl.where(is_last, 1.0, total)
         if high > low:
             stage = number % stages
             mbarrier.wait(k_full.index(stage), number // stages & 1)
@@ -305,9 +312,10 @@ def _compute_rows(
             )  # fmt: skip
             scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
             mbarrier.arrive(k_free.index(stage))
-            weights, total, top, shrink = _weigh(
+            weights, sums, top, shrink = _weigh(
                 scores, top, position, ends, low, seen, high, left, scale, window, block_keys
             )
+            total = total * shrink + sums
             ready = gl.convert_layout(weights.to(dtype), of_weights)
             for start in range(low + block_keys, high, block_keys):
                 before = number % stages
@@ -396,6 +404,7 @@ def _prefill_hopper(
     parts,
     partial,
     lse,
+    sinks,
     scale,
     value_scale,
     table_stride,
@@ -431,7 +440,7 @@ def _prefill_hopper(
         k_ring = gl.allocate_shared_memory(operand, [stages, block_keys, dim], in_block)
         v_ring = gl.allocate_shared_memory(operand, [stages, block_keys, dim], in_block)
     fence_async_shared()
-    reads = (query, tiles, parts, output, partial, lse, scale, value_scale, num_queries, splits, k_ring, v_ring)
+    reads = (query, tiles, parts, output, partial, lse, sinks, scale, value_scale, num_queries, splits, k_ring, v_ring)
     copies = (keys, values, page_table, slots, tiles, parts, table_stride, splits, k_copied, v_copied)
     widens = (tiles, parts, splits, k_copied, v_copied, k_ring, v_ring)
     gl.static_assert(rows == 128 or rows == 256)

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from toka_async.checkpoint.generation import read_generation_defaults
-from toka_async.checkpoint.spec import read_spec
 from toka_async.client import Client, ConnectionLostError, Trainer
 from toka_async.client.base_client import BaseClient
 from toka_async.launch import find_files
@@ -66,11 +65,11 @@ class LocalEngine:
         options: Mapping[str, Any],
     ) -> None:
         made = make_config(model, config, options)
-        model_dir, tokenizer_dir = find_files(made)
-        self.texts = ModelTexts(tokenizer_dir, made.model, chat_template)
+        files = find_files(made)
+        self.texts = ModelTexts(files.tokenizer_dir, made.model, chat_template)
         self.outputs = OutputMaker(self.texts.tokenizer)
         self._defaults = read_generation_defaults(
-            model_dir, read_spec(model_dir), use_file=made.model.generation_config == "auto"
+            files.model_dir, files.shape, use_file=made.model.generation_config == "auto"
         )
         self._has_spaces = writes_spaces(self.texts.tokenizer)
         self._seeds = random.Random(seed)
@@ -78,8 +77,8 @@ class LocalEngine:
         # The child need not look for the files again.
         found = replace(
             made.model,
-            path=str(model_dir),
-            tokenizer=str(tokenizer_dir),
+            path=str(files.model_dir),
+            tokenizer=str(files.tokenizer_dir),
             served_name=made.model.served_name or made.model.path,
         )
         self._process = EngineProcess(list_overrides(replace(made, model=found)))

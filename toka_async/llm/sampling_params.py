@@ -53,7 +53,7 @@ class RequestOutputKind(Enum):
 
 @dataclass(slots=True)
 class StructuredOutputsParams:
-    """What outputs must look like, with vLLM's names: one of json, regex, choice, grammar and json_object.
+    """What outputs must look like, with vLLM's names: one of json, regex, choice, grammar, json_object, structural_tag.
 
     The others say how JSON is written. grammars/README.md explains them.
     """
@@ -63,6 +63,7 @@ class StructuredOutputsParams:
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None

@@ -16,8 +16,8 @@ from toka_async.model.layers import HeadNorm, InputNorm, ProjectionNorm
 from toka_async.model.matrices.build import build_matrix
 from toka_async.model.matrices.matrix import MatrixUse
 from toka_async.model.matrices.ops import Ops
-from toka_async.model.matrices.part import WeightPart
-from toka_async.model.matrices.share import share_units
+from toka_async.model.matrices.part import WeightPart, make_unset
+from toka_async.model.matrices.share import share_of, share_units
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -34,6 +34,8 @@ class Attention(nn.Module):
         self.qkv = build_matrix(qkv, comm, ops)
         self.head_norm, self.projection_norm = _build_norms(attention, qkv, spec.norm.eps, comm)
         self.output = build_matrix(output, comm, ops)
+        self.own_heads = share_of(attention.num_heads, comm)
+        self.sinks = make_unset(self.own_heads.size) if attention.sinks else None
 
     def forward(
         self,
@@ -52,7 +54,7 @@ class Attention(nn.Module):
         if self.projection_norm is not None:
             heads = self.projection_norm(heads)
         head_norm = self.head_norm() if self.head_norm is not None else None
-        return backend.attend(self.index, heads, rotation, head_norm).flatten(1), residual
+        return backend.attend(self.index, heads, rotation, head_norm, self.sinks).flatten(1), residual
 
     def uses(self, normed: bool) -> Iterator[MatrixUse]:
         yield MatrixUse(self.qkv, normed=normed)
@@ -63,6 +65,8 @@ class Attention(nn.Module):
         norm = self.head_norm or self.projection_norm
         if norm is not None:
             yield from norm.parts()
+        if self.sinks is not None:
+            yield "self_attn.sinks", WeightPart(self.sinks.data, (self.own_heads,))
 
 
 def _build_norms(

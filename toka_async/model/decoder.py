@@ -9,10 +9,11 @@ their `ModelSpec`.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from toka_async.attention.base import AttentionBackend
 from toka_async.attention.rope import Rope
 from toka_async.checkpoint.attention_spec import AttentionSpec
 from toka_async.checkpoint.division import StagePart, all_layers
+from toka_async.checkpoint.names import find_text_name, is_of_other_part
 from toka_async.checkpoint.rope_spec import RopeSpec
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.model.activation_layout import ActivationLayout, LayoutPolicy, Replicated
@@ -33,6 +35,61 @@ from toka_async.model.matrices.ops import Ops
 from toka_async.model.matrices.part import WeightPart
 from toka_async.model.matrices.share import share_of
 from toka_async.model.mixer import build_mixer
+
+
+class RankModel(Protocol):
+    """What a start, weights and trainers need of a rank's model, whoever computes its layers: an nn.Module.
+
+    It is a decoder-only model, or one stage of it. `Decoder` says what the methods do.
+    """
+
+    @property
+    def layouts(self) -> LayoutPolicy: ...
+
+    @property
+    def part(self) -> StagePart: ...
+
+    @property
+    def embedding(self) -> object | None:
+        """None: another stage has it."""
+        ...
+
+    @property
+    def head(self) -> object | None:
+        """None: another stage has it."""
+        ...
+
+    def forward(
+        self, inputs: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None
+    ) -> Tensor: ...
+
+    def begin(self, inputs: Tensor, positions: Tensor, attention: AttentionBackend) -> tuple[Tensor, Tensor]: ...
+
+    def finish(self, attended: Tensor, residual: Tensor, wanted: Tensor | None = None) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+    def own_logits(self, hidden: Tensor) -> Tensor: ...
+
+    def uses(self) -> Iterator[MatrixUse]: ...
+
+    def parts(self) -> Iterator[tuple[str, WeightPart]]: ...
+
+    def find_part(self, name: str) -> str:
+        """Returns the name among `parts` of a checkpoint's tensor, which may have another name there."""
+        ...
+
+    def needs_place(self, name: str) -> bool:
+        """Tells whether a checkpoint's tensor that is not among `parts` is a mistake: it belongs to these layers."""
+        ...
+
+    def list_layers(self) -> Sequence[Layer]:
+        """Returns the layers that are ours."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def buffers(self) -> Iterator[Tensor]: ...
 
 
 class Decoder(nn.Module):
@@ -160,6 +217,16 @@ class Decoder(nn.Module):
             yield "model.norm.weight", self.norm.part()
         if self.head is not None and self.head is not self.embedding:
             yield from self.head.parts()
+
+    def find_part(self, name: str) -> str:
+        """See `RankModel`."""
+        return find_text_name(name)
+
+    def needs_place(self, name: str) -> bool:
+        """Tells whether a checkpoint's tensor is in the layers; others (a tied or value head) are harmless."""
+        match = re.match(r"model\.layers\.(\d+)\.", find_text_name(name))
+        is_own = match is not None and self.part.first <= int(match[1]) < self.part.last
+        return is_own and not name.endswith("rotary_emb.inv_freq") and not is_of_other_part(name)
 
 
 class Layer(nn.Module):

@@ -38,14 +38,17 @@ class ExpertMatrix(nn.Module):
     def __init__(
         self, spec: ExpertMatrixSpec, held: Share, outputs: Share, inputs: Share, names: Sequence[str]
     ) -> None:
-        """held: the rank's experts. outputs: of each of the checkpoint's matrices. names: the last parts of theirs."""
+        """held: the rank's experts. outputs: of each of several matrices. names: the last parts of the checkpoint's."""
         super().__init__()
         self.held = held
         self.outputs = outputs
         self.inputs = inputs
         self.names = names
         self.quantization = FORMATS.get(spec.format)
-        n, k = len(names) * outputs.size, inputs.size
+        self.num_matrices = len(spec.outputs)
+        n, k = self.num_matrices * outputs.size, inputs.size
+        # Of ranks that divide the inputs, the first adds the bias.
+        self.bias = make_unset(0 if inputs.start else held.size, n) if spec.bias else None
         self.weight = make_unset(held.size, n, k)
         self.scales: nn.Parameter | None = None
         if self.quantization is not None:
@@ -53,23 +56,68 @@ class ExpertMatrix(nn.Module):
             self.weight = nn.Parameter(torch.empty(held.size, n, k, dtype=FP8), requires_grad=False)
             self.scales = nn.Parameter(torch.zeros(held.size, *blocks, dtype=torch.float32), requires_grad=False)
 
+    @property
+    def own_bias(self) -> Tensor | None:
+        """[held, n]; None: there is none, or another rank adds it."""
+        return self.bias if self.bias is not None and len(self.bias) else None
+
     def parts(self, names: ExpertNames) -> Iterator[tuple[str, WeightPart]]:
         """Yields the tensors of all experts; those of other ranks have no values here."""
-        weights = self.weight.data.chunk(len(self.names), dim=1)
-        none = Share(self.outputs.total, 0, 0)
+        if names.gate_up:
+            yield from self._list_stacked(names.name_matrix(0, self.names[0]))
+            return
+        assert self.bias is None, "no family has biases of its own for each expert"
         for number in range(self.held.total):
-            place = number - self.held.start
-            is_held = 0 <= place < self.held.size
-            share = self.outputs if is_held else none
-            for index, (name, weight) in enumerate(zip(self.names, weights, strict=True)):
-                values, full_name = weight[place] if is_held else weight[:0, 0], names.name_matrix(number, name)
-                if self.quantization is None or self.scales is None:
-                    yield f"{full_name}.weight", WeightPart(values, (share, self.inputs))
-                    continue
-                scales = self.scales.data.chunk(len(self.names), dim=1)[index]
-                scales = scales[..., None] if scales.ndim == 2 else scales
-                scales = scales[place] if is_held else scales[:0, 0]
-                yield from list_scaled_parts(self.quantization, full_name, values, scales, share, self.inputs)
+            for index, name in enumerate(self.names):
+                yield from self._list_parts(number - self.held.start, index, names.name_matrix(number, name))
+
+    def _list_parts(self, place: int, index: int, name: str) -> Iterator[tuple[str, WeightPart]]:
+        """Yields the tensors of a matrix of the expert at a place, which may be another rank's."""
+        is_held = 0 <= place < self.held.size
+        share = self.outputs if is_held else Share(self.outputs.total, 0, 0)
+        weight = self.weight.data.chunk(self.num_matrices, dim=1)[index]
+        values = weight[place] if is_held else weight[:0, 0]
+        if self.quantization is None or self.scales is None:
+            yield f"{name}.weight", WeightPart(values, (share, self.inputs))
+            return
+        scales = self.scales.data.chunk(self.num_matrices, dim=1)[index]
+        scales = scales[..., None] if scales.ndim == 2 else scales
+        scales = scales[place] if is_held else scales[:0, 0]
+        yield from list_scaled_parts(self.quantization, name, values, scales, share, self.inputs)
+
+    def _list_stacked(self, name: str) -> Iterator[tuple[str, WeightPart]]:
+        """Yields the tensor of all experts' matrices [experts, inputs, outputs], and that of their biases."""
+        parts = [
+            [part for _, part in self._list_parts(place, index, "")]
+            for place in range(self.held.size)
+            for index in range(self.num_matrices)
+        ]
+        assert all(len(part) == 1 for part in parts), "a checkpoint has no scales for stacked experts"
+        outputs = self.outputs.times(self.num_matrices)
+        shares = self.held, parts[0][0].shares[1], outputs
+
+        def store(values: Tensor) -> None:
+            for number, (part,) in enumerate(parts):
+                place, index = divmod(number, self.num_matrices)
+                part.write(values[place].to(part.target.device)[:, index :: self.num_matrices].T)
+
+        def restore() -> Tensor:
+            return torch.stack(self.weight.data.chunk(self.num_matrices, dim=1), 2).flatten(1, 2).transpose(1, 2)
+
+        is_dense = self.quantization is None
+        yield name, WeightPart(self.weight.data, shares, store=store, restore=restore if is_dense else None)
+        if self.bias is not None:
+            yield f"{name}_bias", self._make_bias_part(self.bias.data, outputs)
+
+    def _make_bias_part(self, bias: Tensor, outputs: Share) -> WeightPart:
+        def store(values: Tensor) -> None:
+            bias.copy_(torch.cat([values[:, index :: self.num_matrices] for index in range(self.num_matrices)], 1))
+
+        def restore() -> Tensor:
+            return torch.stack(bias.chunk(self.num_matrices, dim=1), 2).flatten(1)
+
+        held = self.held if len(bias) else Share(self.held.total, 0, 0)
+        return WeightPart(bias, (held, outputs), store=store, restore=restore)
 
 
 class ExpertsFeed(nn.Module):
@@ -96,7 +144,7 @@ class ExpertsFeed(nn.Module):
         inner = share_of(feed.inner, _Member(rank, comm.size // feed.num_groups))
         names, hidden = feed.names, whole_of(hidden_size)
         self.first = held.start
-        self.gate_up = ExpertMatrix(gate_up, held, inner, hidden, (names.gate, names.up))
+        self.gate_up = ExpertMatrix(gate_up, held, inner, hidden, names.list_gate_up())
         self.down = ExpertMatrix(down, held, hidden, inner, (names.down,))
         self.dtype = torch.get_default_dtype()
         self.loads = nn.Buffer(torch.zeros(feed.num_experts, dtype=torch.int64))  # tokens that chose each expert
@@ -126,6 +174,8 @@ class ExpertsFeed(nn.Module):
             counted=self.counted,
             gate_up_scales=self.gate_up.scales,
             down_scales=self.down.scales,
+            gate_up_bias=self.gate_up.own_bias,
+            down_bias=self.down.own_bias,
         )
 
     def uses(self, normed: bool) -> Iterator[MatrixUse]:  # noqa: ARG002

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from toka_async.model.decoder import Decoder
+from toka_async.model.decoder import RankModel
 from toka_async.model.experts_feed import ExpertsFeed
 
 INTERVAL = 1.0  # seconds between two readings while steps come
@@ -60,7 +60,7 @@ class LoadCounter:
         return reading
 
 
-def make_load_counter(decoder: Decoder, device: torch.device) -> LoadCounter | None:
+def make_load_counter(decoder: RankModel, device: torch.device) -> LoadCounter | None:
     """Returns None for a stage without experts."""
     layers = enumerate(decoder.list_layers(), decoder.part.first)
     feeds = {number: layer.feed for number, layer in layers if isinstance(layer.feed, ExpertsFeed)}

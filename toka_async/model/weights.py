@@ -6,9 +6,8 @@ own part only. Knows files and names; knows nothing of what the layers compute.
 
 from __future__ import annotations
 
-import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,14 @@ from torch import Tensor
 from toka_async.bar import Show, show_nothing
 from toka_async.checkpoint.division import StagePart
 from toka_async.checkpoint.json_file import JsonFile, ModelError
-from toka_async.checkpoint.names import find_text_name, is_of_other_part
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.model.activation_layout import LayoutPolicy
 from toka_async.model.cache_scales import parse_scale_name
 from toka_async.model.comm import Comm, LocalComm
-from toka_async.model.decoder import Decoder
+from toka_async.model.decoder import Decoder, RankModel
 from toka_async.model.matrices.ops import Ops, TorchOps
 from toka_async.model.matrices.part import WeightPart
+from toka_async.model.mxfp4 import BLOCKS, SCALES, Mxfp4Slice
 
 
 def build_decoder(
@@ -58,7 +57,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def random_weights(decoder: Decoder, seed: int, show: Show = show_nothing) -> None:
+def random_weights(decoder: RankModel, seed: int, show: Show = show_nothing) -> None:
     """Sets norms to 1 and everything else to N(0, 0.02), in place.
 
     A tensor's name seeds its numbers, so the ranks of any division together hold the same tensor.
@@ -82,7 +81,7 @@ def random_weights(decoder: Decoder, seed: int, show: Show = show_nothing) -> No
 
 
 @torch.inference_mode()
-def load_weights(decoder: Decoder, model_dir: Path, show: Show = show_nothing) -> None:
+def load_weights(decoder: RankModel, model_dir: Path, show: Show = show_nothing) -> None:
     """Fills `decoder` from the safetensors files of `model_dir`, converting to its dtype.
 
     Raises ModelError, which names the tensor or file, for a
@@ -102,7 +101,7 @@ def load_weights(decoder: Decoder, model_dir: Path, show: Show = show_nothing) -
         raise ModelError(f"{model_dir}: tensor {name} of shape {shape} is missing from the weights{more}")
 
 
-def load_tensors(decoder: Decoder, model_dir: Path) -> Iterator[str]:
+def load_tensors(decoder: RankModel, model_dir: Path) -> Iterator[str]:
     """Writes what the files have of the decoder's tensors; gives the name of each. Raises ModelError as `load_weights`.
 
     Some may be missing.
@@ -113,7 +112,7 @@ def load_tensors(decoder: Decoder, model_dir: Path) -> Iterator[str]:
         yield name
 
 
-def check_tensors(decoder: Decoder, model_dir: Path) -> set[str]:
+def check_tensors(decoder: RankModel, model_dir: Path) -> set[str]:
     """Returns the names of what `load_tensors` would write, of which only shapes and types are read.
 
     Raises ModelError.
@@ -160,20 +159,34 @@ def _name_within(index: Path, name: object) -> str:
 
 
 def _open_tensors(
-    decoder: Decoder, parts: Mapping[str, WeightPart], model_dir: Path
+    decoder: RankModel, parts: Mapping[str, WeightPart], model_dir: Path
 ) -> Iterator[tuple[Path, str, Any]]:
-    """Yields the file, name and slice of each tensor that has a place."""
-    for path in weight_files(model_dir):
+    """Yields the file, name and slice of each tensor that has a place. Raises ModelError for one that lacks it."""
+    paths = weight_files(model_dir)
+    for path in paths:
         try:
             with safe_open(path, framework="pt") as file:
-                for full_name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                    name = find_text_name(full_name)
+                for stored in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                    name = decoder.find_part(stored)
                     if name in parts:
-                        yield path, name, file.get_slice(full_name)
-                    elif not is_of_other_part(full_name):
-                        _check_unexpected(path, name, decoder.part)
+                        yield path, name, file.get_slice(stored)
+                    elif (whole := name.removesuffix(BLOCKS)) in parts:
+                        scales = _find_scales(whole + SCALES, [path, *paths])
+                        yield path, whole, Mxfp4Slice(file.get_slice(stored), scales, parts[whole].target.device)
+                    elif not _is_scale(name, parts) and decoder.needs_place(stored):
+                        raise ModelError(f"{path}: tensor {name} has no place in the model that config.json describes")
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: is not a readable safetensors file ({error}); download it again") from None
+
+
+def _find_scales(name: str, paths: Sequence[Path]) -> Tensor:
+    """Reads the scales of blocks, which may be in another file than these."""
+    for path in paths:
+        with safe_open(path, framework="pt") as file:
+            if name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                scales: Tensor = file.get_tensor(name)
+                return scales
+    raise ModelError(f"{paths[0]}: tensor {name} is missing from the weights")
 
 
 def _read(path: Path, name: str, part: WeightPart, tensor: Any) -> Tensor:
@@ -189,10 +202,6 @@ def _check(path: Path, name: str, part: WeightPart, tensor: Any) -> None:
         raise ModelError(f"{path}: tensor {name} is of type {dtype}; supported: {', '.join(part.dtypes)}")
 
 
-def _check_unexpected(path: Path, name: str, stage: StagePart) -> None:
-    """Refuses a tensor without a place if it is in the layers; others (a tied or value head) are harmless."""
-    match = re.match(r"model\.layers\.(\d+)\.", name)
-    if parse_scale_name(name) is not None:  # of the cache, see `read_cache_scales`
-        return
-    if match and stage.first <= int(match[1]) < stage.last and not name.endswith("rotary_emb.inv_freq"):
-        raise ModelError(f"{path}: tensor {name} has no place in the model that config.json describes")
+def _is_scale(name: str, parts: Mapping[str, WeightPart]) -> bool:
+    """Tells whether a tensor has scales of a tensor in MXFP4, which takes them, or of the cache."""
+    return name.removesuffix(SCALES) in parts or parse_scale_name(name) is not None

@@ -78,6 +78,7 @@ class Defaults(msgspec.Struct, frozen=True):
     repetition_penalty: float = 1.0
     end_ids: tuple[int, ...] = ()
     logprob_kind: LogprobKind = LogprobKind.RAW
+    special_tokens: Mapping[str, int] = {}  # text -> id; of those that a structural tag can name
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +190,10 @@ def build_generation(
     check_packing(fields, num_logprobs, num_prompt_logprobs)
     stop_token_ids = np.array(fields.stop_token_ids, dtype=np.int32)
     check_vocabulary(stop_token_ids, limits.vocab_size, "stop_token_ids")
-    options, grammar = fields.stream_options or StreamOptions(), find_grammar(fields)
+    options, grammar = (
+        fields.stream_options or StreamOptions(),
+        find_grammar(fields, defaults.special_tokens, defaults.end_ids),
+    )
     sampling = build_sampling(fields, limits, defaults, num_logprobs, num_prompt_logprobs)
     return GenerationParams(
         n=fields.n,

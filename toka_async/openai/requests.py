@@ -55,6 +55,7 @@ Bias = Annotated[
 Messages = Annotated[list[Any], Meta(extra_json_schema={"items": MESSAGE, "minItems": 1})]
 # As an object, or as a text of JSON.
 JsonSchema = Annotated[Any, Meta(extra_json_schema={"type": ["object", "boolean", "string"]})]
+StructuralTag = Annotated[Any, Meta(extra_json_schema={"type": ["object", "string"]})]
 Conversations = Annotated[
     list[Any],
     Meta(extra_json_schema={"items": {"type": "array", "items": MESSAGE, "minItems": 1}, "minItems": 1}),
@@ -88,20 +89,28 @@ class JsonSchemaFormat(WireRequest, frozen=True, kw_only=True):
 
 
 class OutputFormat(WireRequest, frozen=True, kw_only=True):
-    """OpenAI's `response_format`."""
+    """OpenAI's `response_format`, and the structural tags of vLLM and SGLang."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    # Of a structural tag, as SGLang has it: `format`, or `structures` and `triggers`.
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
 
 
 class StructuredOutputs(WireRequest, frozen=True, kw_only=True):
-    """vLLM's `structured_outputs`: one of json, regex, choice, grammar and json_object. The others change JSON."""
+    """vLLM's `structured_outputs`: one of json, regex, choice, grammar, json_object and structural_tag.
+
+    The others change JSON.
+    """
 
     json: JsonSchema | None = None
     regex: Pattern | None = None
     choice: Choices | None = None
     grammar: Pattern | None = None
     json_object: bool | None = None
+    structural_tag: StructuralTag | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: Pattern | None = None
@@ -161,6 +170,7 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True):
     json_schema: JsonSchema | None = None
     regex: Pattern | None = None
     ebnf: Pattern | None = None
+    structural_tag: StructuralTag | None = None
     # Labels for the caller's own records; they ask nothing of a server.
     user: str | None = None
     metadata: dict[str, str] | None = None

@@ -7,7 +7,7 @@ Knows the fields; knows no tokenizer, so a server compiles a grammar before it t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from toka_async.grammars.lark import GrammarError, make_grammar, read_grammar, w
 from toka_async.grammars.vocabulary import EXTRA, is_installed
 from toka_async.openai.errors import ApiError, bad_request
 from toka_async.openai.requests import GenerationFields, OutputFormat, StructuredOutputs
+from toka_async.openai.structural_tags import write_structural_tag
 
 MAX_GRAMMAR = 1 << 18  # characters
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -29,10 +30,15 @@ class OutputGrammar:
 
 
 NO_GRAMMAR = OutputGrammar()
+NO_TOKENS: Mapping[str, int] = {}
 
 
-def find_grammar(fields: GenerationFields) -> OutputGrammar:
+def find_grammar(
+    fields: GenerationFields, special_tokens: Mapping[str, int] = NO_TOKENS, end_ids: Sequence[int] = ()
+) -> OutputGrammar:
     """Finds what the outputs of a request must look like.
+
+    special_tokens: text -> id; with the ids of end tokens, for structural tags.
 
     Raises ApiError: 400, which names the field; 501 without the library.
     """
@@ -40,7 +46,7 @@ def find_grammar(fields: GenerationFields) -> OutputGrammar:
     if fields.response_format is not None and fields.response_format.type != "text":
         wanted["response_format"] = fields.response_format
     names = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-    for name in (*names, "json_schema", "regex", "ebnf"):
+    for name in (*names, "json_schema", "regex", "ebnf", "structural_tag"):
         if getattr(fields, name) is not None:
             wanted[name] = getattr(fields, name)
     if not wanted:
@@ -48,7 +54,23 @@ def find_grammar(fields: GenerationFields) -> OutputGrammar:
     param, *others = wanted
     if others:
         raise bad_request(f"'{param}' and '{others[0]}' both say what outputs must look like; give one", param=param)
-    return make_output_grammar(write_wish(fields, param, wanted[param]), param, fields)
+    check_installed(param)
+    if (tag := find_tag(param, wanted[param])) is not None:
+        text = write_structural_tag(*tag, special_tokens, end_ids)
+    else:
+        text = write_wish(fields, param, wanted[param])
+    return make_output_grammar(text, param, fields)
+
+
+def find_tag(param: str, wish: Any) -> tuple[Any, str] | None:
+    """Finds the structural tag that a field asks for, and its place in the request. Raises ApiError (400)."""
+    if isinstance(wish, OutputFormat) and wish.type == "structural_tag":
+        fields = {name: getattr(wish, name) for name in ("format", "structures", "triggers")}
+        return {name: value for name, value in fields.items() if value is not None}, param
+    if isinstance(wish, StructuredOutputs) and wish.structural_tag is not None:
+        name, _ = choose_kind(wish)
+        return wish.structural_tag, f"{param}.{name}"
+    return (wish, param) if param == "structural_tag" else None
 
 
 def make_output_grammar(text: str, param: str, fields: GenerationFields) -> OutputGrammar:
@@ -62,7 +84,6 @@ def make_output_grammar(text: str, param: str, fields: GenerationFields) -> Outp
 
 def write_wish(fields: GenerationFields, param: str, wish: Any) -> str:
     """Writes the grammar that one field asks for. Raises ApiError."""
-    check_installed(param)
     spacing: dict[str, Any] = {}
     if fields.guided_whitespace_pattern is not None:
         spacing["whitespace_pattern"] = fields.guided_whitespace_pattern
@@ -93,11 +114,7 @@ def write_response_format(wish: OutputFormat) -> str:
 
 def write_structured_outputs(wish: StructuredOutputs) -> str:
     where = "structured_outputs"
-    kinds = {name: getattr(wish, name) for name in ("json", "regex", "choice", "grammar", "json_object")}
-    given = {name: value for name, value in kinds.items() if value is not None and value is not False}
-    if len(given) != 1:
-        raise bad_request(f"'{where}' must have exactly one of {', '.join(kinds)}", param=where)
-    ((name, value),) = given.items()
+    name, value = choose_kind(wish)
     spacing: dict[str, Any] = {}
     if wish.whitespace_pattern is not None:
         spacing["whitespace_pattern"] = wish.whitespace_pattern
@@ -117,6 +134,15 @@ def write_structured_outputs(wish: StructuredOutputs) -> str:
             return make_grammar(write_choice(value))
         case _:
             return read_own_grammar(value, f"{where}.grammar")
+
+
+def choose_kind(wish: StructuredOutputs) -> tuple[str, Any]:
+    """The one kind that is given, and its value. Raises ApiError (400)."""
+    where, names = "structured_outputs", ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+    given = {name: value for name in names if (value := getattr(wish, name)) is not None and value is not False}
+    if len(given) != 1:
+        raise bad_request(f"'{where}' must have exactly one of {', '.join(names)}", param=where)
+    return next(iter(given.items()))
 
 
 def write_schema(wish: Any, param: str, spacing: Mapping[str, Any]) -> str:

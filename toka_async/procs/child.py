@@ -18,6 +18,7 @@ from typing import Literal, NoReturn
 
 import msgspec
 
+from toka_async.checkpoint.spec import ModelSpec
 from toka_async.config import Config
 from toka_async.logs import catch_stray_lines, configure
 from toka_async.nodes.messages import EndRank, RankGone, RankLine, RankOrder, StartRank
@@ -50,6 +51,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     model_dir: str
     tokenizer_dir: str
     served_name: str
+    shape: ModelSpec  # which the parent has read, as it may take another process
     listen_fd: int = -1  # a socket that listens at the process's address already
     group_fd: int = -1  # a rank's socket that listens where the ranks meet
     interface: str = ""  # a rank's network interface to other machines

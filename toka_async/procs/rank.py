@@ -24,7 +24,7 @@ import msgspec
 import zmq
 
 from toka_async.checkpoint.generation import read_generation_defaults
-from toka_async.checkpoint.spec import ModelError, ModelSpec, read_spec
+from toka_async.checkpoint.spec import ModelError
 from toka_async.config import Config
 from toka_async.control import Control, ControlDone
 from toka_async.gpu_lock import GpuLockError, take_gpu
@@ -90,14 +90,13 @@ def lock_gpu(config: Config, gpu: str) -> None:
 
 def serve_simulated(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank]) -> NoReturn:
     """Serve with a rank that computes nothing and keeps its own time. Raises GpuLockError."""
-    config = link.spec.config
-    shape = read_spec(Path(link.spec.model_dir), link.spec.config.model.quantize)
+    config, shape = link.spec.config, link.spec.shape
     ready = msgspec.structs.replace(
         make_simulated_ready(shape, config.model, config.cache, config.schedule),
         token_seconds=config.simulated.token_us / 1e6,
         ranks=(RankDevice(rank=link.spec.rank, device="simulated", dtype=""),),
     )
-    vocabulary = make_vocabulary(link.spec, shape)
+    vocabulary = make_vocabulary(link.spec)
     matchers = None if vocabulary is None else RowMatchers(vocabulary, ready.max_seqs, count_mask_threads(1))
     rank = SimulatedRank(ready, config.simulated, matchers=matchers)
     if config.simulated.gpu:
@@ -141,11 +140,7 @@ def warm_without_gpu(link: ParentLink) -> NoReturn:
     from toka_async.startup.without_gpu import compile_without_gpu
 
     if link.spec.rank == 0:
-        compile_without_gpu(
-            read_spec(Path(link.spec.model_dir), link.spec.config.model.quantize),
-            link.spec.config,
-            make_progress(link.spec),
-        )
+        compile_without_gpu(link.spec.shape, link.spec.config, make_progress(link.spec))
     link.report(Started())
     while True:
         signal.pause()
@@ -302,7 +297,7 @@ def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Collect], Callable[[
     Raises ModelError or GpuLockError.
     """
     config, model_dir = spec.config, Path(spec.model_dir)
-    shape, place = read_spec(model_dir, spec.config.model.quantize), make_coords(spec)
+    place = make_coords(spec)
     set_environment(place)
     stages = make_progress(spec)
     with stages.stage("libraries", "loading torch"):
@@ -310,13 +305,13 @@ def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Collect], Callable[[
 
     factory = RunnerFactory(
         model_dir,
-        shape,
+        spec.shape,
         config,
         place,
         stages,
         compiles_first=spec.warm,
         lock_gpu=partial(lock_gpu, config),
-        vocabulary=make_vocabulary(spec, shape) if place.is_last else None,
+        vocabulary=make_vocabulary(spec) if place.is_last else None,
     )
     runner = factory.build()
     if spec.warm and spec.rank == 0:
@@ -326,16 +321,16 @@ def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Collect], Callable[[
     return runner.ready, lambda step: runner.launch(step).collect, runner.enter_thread, control
 
 
-def make_vocabulary(spec: ChildSpec, shape: ModelSpec) -> GrammarVocabulary | None:
+def make_vocabulary(spec: ChildSpec) -> GrammarVocabulary | None:
     """Makes the tokens for grammars; None where requests with one are refused. Raises ModelError or TokenizerError."""
     if not is_installed():
         return None
     use_file = spec.config.model.generation_config == "auto"
     folder = Path(spec.tokenizer_dir)
-    end_ids = read_generation_defaults(Path(spec.model_dir), shape, use_file).eos_token_ids
+    end_ids = read_generation_defaults(Path(spec.model_dir), spec.shape, use_file).eos_token_ids
     if not end_ids and (own := Tokenizer.load(folder).eos_token_id) is not None:
         end_ids = (own,)
-    return GrammarVocabulary(partial(read_for_grammars, folder), shape.vocab_size, end_ids)
+    return GrammarVocabulary(partial(read_for_grammars, folder), spec.shape.vocab_size, end_ids)
 
 
 def make_progress(spec: ChildSpec) -> StartupProgress:

@@ -22,7 +22,7 @@ from toka_async.batches.clock import SettledClock
 from toka_async.batches.disk import StorageError
 from toka_async.batches.store import Store
 from toka_async.checkpoint.generation import GenerationDefaults, read_generation_defaults
-from toka_async.checkpoint.spec import ModelError, read_spec
+from toka_async.checkpoint.spec import ModelError
 from toka_async.config import ConfigError
 from toka_async.listening import Delays, adopt_listener, max_connections
 from toka_async.procs.child import ChildSpec, Drain, Drained, Fail, Order, ParentLink, Started
@@ -147,6 +147,6 @@ def load_texts(spec: ChildSpec) -> tuple[Tokenizer, ChatTemplate | None, Generat
     """Raises ModelError, TokenizerError or ChatTemplateError; the message names the file."""
     model, model_dir = spec.config.model, Path(spec.model_dir)
     use_file = model.generation_config == "auto"
-    defaults = read_generation_defaults(model_dir, read_spec(model_dir), use_file)
+    defaults = read_generation_defaults(model_dir, spec.shape, use_file)
     tokenizer = Tokenizer.load(Path(spec.tokenizer_dir))
     return tokenizer, load_chat_template(model, tokenizer), defaults

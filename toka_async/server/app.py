@@ -118,13 +118,12 @@ def create_service(
 ) -> Service:
     """Creates the service that answers all requests, over HTTP or not."""
     executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
-    ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     return Service(
         config.limits,
         served_name,
         tokenizer,
         chat_template,
-        make_defaults(defaults, ends, KINDS[config.model.logprobs_mode]),
+        make_defaults(defaults, tokenizer, KINDS[config.model.logprobs_mode]),
         engine,
         executor,
         Accounts(config.limits, config.auth),

@@ -44,7 +44,7 @@ def list_compile_tasks(
     if backend in ("auto", "triton") and attention.head_dim <= LARGEST_HEAD:
         shape = 1, _NUM_PAGES, attention.num_kv_heads, page_size, attention.head_dim
         cache = KVCache(*shape, dtype, device, stored=CacheFormat(stored))
-        tasks += list_triton_trials(cache, attention.num_heads, spec.windows)
+        tasks += list_triton_trials(cache, attention.num_heads, spec.windows, attention.sinks)
     if spec.vocab_size:
         from toka_async.runner.kernel_sampler import try_editing, try_sampling
 

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from toka_async.attention.kv_cache import CacheFormat, KVCache
+from toka_async.checkpoint.foreign_spec import ForeignFeedSpec
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.kernels.append import append
 from toka_async.kernels.decode_rows import begin_rows
@@ -56,7 +57,8 @@ def list_layer_trials(
         tables = rows.last_tokens, rows.positions, rows.page_table
         begin_rows(rows.order.to(order_dtype), *tables, page_size, zeros, given)
 
-    feeds = {(layer.feed.inner, layer.feed.activation) for layer in spec.layers}
+    own = [layer.feed for layer in spec.layers if not isinstance(layer.feed, ForeignFeedSpec)]
+    feeds = {(feed.inner, feed.activation) for feed in own}
     return [
         *(partial(append_rows, count) for count in counts),
         *(partial(norm_rows, count, adds=False) for count in counts),

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import torch
+from torch import nn
 
 from toka_async.attention.build import AttentionParts, BuiltAttention, build_attention
 from toka_async.attention.choice import ChoiceTable, every_group_pays
@@ -33,19 +34,20 @@ from toka_async.messages import Ready
 from toka_async.model.activation_layout import LayoutPolicy
 from toka_async.model.cache_scales import read_cache_scales
 from toka_async.model.compiles import CompileCounter
-from toka_async.model.decoder import Decoder
+from toka_async.model.decoder import RankModel
 from toka_async.model.load_counter import make_load_counter
 from toka_async.model.matrices.blocked_ops import BlockedOps
 from toka_async.model.matrices.ops import Ops, TorchOps
 from toka_async.model.ordered_sums import OrderedSums
 from toka_async.model.overlap import OverlappedShards
 from toka_async.model.sampling import sample, sample_alone
-from toka_async.model.weights import build_decoder, load_weights, random_weights, weight_files
+from toka_async.model.weights import load_weights, random_weights, weight_files
 from toka_async.runner.graphs import DENSE_ROWS
 from toka_async.runner.micro_batches import count_most_rows, count_most_tokens
 from toka_async.runner.pipeline import StageSetup
 from toka_async.runner.runner import Runner, SamplingSetup
 from toka_async.runner.samples import RowShares
+from toka_async.startup.build_model import build_model
 from toka_async.startup.cache_size import (
     check_largest_step,
     compute_cache_memory,
@@ -121,6 +123,7 @@ class RunnerFactory:
         self.vocabulary = vocabulary
         self.left_to_compile: ModuleRequest | None = None
         self.flashinfer_failed = False
+        self.decoder: RankModel | None = None  # of what was built last
         others = " and meeting the other ranks" if coords.world_size > 1 else ""
         with self.stages.stage("device", f"starting the device{others}"):
             self.device = resolve_device(config.model, coords)
@@ -155,7 +158,7 @@ class RunnerFactory:
             self.stages.stage("weights", "loading"),
             catch_lost_memory(self.spec, self.part, self.coords.size, self.dtype),
         ):
-            decoder = self._load_decoder(layouts)
+            self.decoder = decoder = self._load_decoder(layouts)
         if self.kind == "cuda":
             self.limits = self._fit_limits()
         else:
@@ -183,7 +186,7 @@ class RunnerFactory:
             self.coords.world_rank,
             self.device,
             name_types(self.spec, self.dtype, self.config.cache),
-            count_weight_bytes(decoder),
+            count_weight_bytes(cast(nn.Module, decoder)),
             cache_bytes,
         )
         runner.ready = msgspec.structs.replace(runner.ready, ranks=(described,), token_seconds=token_seconds)
@@ -193,9 +196,13 @@ class RunnerFactory:
 
     def make_control(self, runner: Runner, rank: int, number: int) -> RankControl:
         """Makes what a trainer controls. rank: in the replica. number: among all ranks of all replicas."""
-        assert isinstance(runner.model, Decoder)
+        assert self.decoder is not None
         assert isinstance(runner.cache, KVCache)
-        return RankControl(runner.model, self.spec, runner.cache, rank, self.coords.rank, number)
+
+        def build_whole(dtype: torch.dtype) -> RankModel:
+            return build_model(self.spec, self.model_dir, self.config.model, dtype, torch.device("meta"))
+
+        return RankControl(self.decoder, build_whole, runner.cache, rank, self.coords.rank, number)
 
     def describe_kept(self) -> str:
         """Describes what a build left on the disk for later starts, and what it could not leave there."""
@@ -298,8 +305,18 @@ class RunnerFactory:
         most = self.groups.world.minimum(most)
         return most if layouts.shards is None else min(most, layouts.min_tokens - 1)
 
-    def _load_decoder(self, layouts: LayoutPolicy) -> Decoder:
-        decoder = build_decoder(self.spec, self.dtype, self.device, self.groups.tensor, self.ops, layouts, self.part)
+    def _load_decoder(self, layouts: LayoutPolicy) -> RankModel:
+        decoder = build_model(
+            self.spec,
+            self.model_dir,
+            self.config.model,
+            self.dtype,
+            self.device,
+            self.groups.tensor,
+            self.ops,
+            layouts,
+            self.part,
+        )
         num_threads = count_compile_threads(self.coords.num_sharing)
         with compile_ahead(self._list_compile_tasks(decoder, layouts), self.device, num_threads):
             if self.config.model.load == "random":
@@ -312,7 +329,7 @@ class RunnerFactory:
             self.stages.show(0, 0, "loaded; waiting for kernels that are compiled meanwhile")
         return decoder
 
-    def _list_compile_tasks(self, decoder: Decoder, layouts: LayoutPolicy) -> list[Callable[[], None]]:
+    def _list_compile_tasks(self, decoder: RankModel, layouts: LayoutPolicy) -> list[Callable[[], None]]:
         """Lists what compiles kernels while weights load. Tensor ranks and other stages do not draw from all logits."""
         if self.invariant:
             return []  # its attention has other kernels
@@ -326,7 +343,7 @@ class RunnerFactory:
         """Returns the limits of the products that are tuned."""
         return limit_separate(limit_part(self.limits, self.coords.num_micro_batches), layouts)
 
-    def _set_num_threads(self, decoder: Decoder) -> None:
+    def _set_num_threads(self, decoder: RankModel) -> None:
         num_parameters = sum(parameter.numel() for parameter in decoder.parameters())
         num_threads = resolve_num_threads(self.config.attention, num_parameters, self.coords.num_sharing)
         torch.set_num_threads(num_threads)
@@ -366,7 +383,7 @@ class RunnerFactory:
 
     def _count_pages(
         self,
-        decoder: Decoder,
+        decoder: RankModel,
         stage: StageSetup | None,
         with_flashinfer: bool,
         max_graph_rows: int,
@@ -388,7 +405,7 @@ class RunnerFactory:
 
     def _measure_memory(
         self,
-        decoder: Decoder,
+        decoder: RankModel,
         stage: StageSetup | None,
         page_bytes: int,
         with_flashinfer: bool,
@@ -416,7 +433,7 @@ class RunnerFactory:
         torch.cuda.empty_cache()
         return compute_cache_memory(self.device, cache.memory_fraction, peak) - of_graphs, num_rows
 
-    def _limit_graphs(self, runner: Runner, decoder: Decoder, most_rows: int, most_tokens: int) -> tuple[int, int]:
+    def _limit_graphs(self, runner: Runner, decoder: RankModel, most_rows: int, most_tokens: int) -> tuple[int, int]:
         """Finds the rows and tokens of the largest graphs that can be captured and pay, with a runner for a trial."""
         decode = runner.decode
         if decode is None or not decode.can_capture:
@@ -431,7 +448,7 @@ class RunnerFactory:
 
     def _make_runner(
         self,
-        decoder: Decoder,
+        decoder: RankModel,
         stage: StageSetup | None,
         num_pages: int,
         with_flashinfer: bool,
@@ -462,6 +479,7 @@ class RunnerFactory:
                 choose=choose,
                 with_flashinfer=with_flashinfer,
                 show=show,
+                has_sinks=spec.attention.sinks,
             )
         group_min_seqs, group_min_tokens = self.groups.world.agree(attention.smallest_group, tuple[int, int])
         ready = Ready(
@@ -511,7 +529,7 @@ class RunnerFactory:
             return attention.pays
         return every_group_pays if least == "auto" else lambda num_rows, num_tokens: num_rows >= least  # noqa: ARG005
 
-    def _share_rows(self, decoder: Decoder) -> RowShares | None:
+    def _share_rows(self, decoder: RankModel) -> RowShares | None:
         """Divides the rows to sample among ranks; None: this rank is alone, or its stage does not sample."""
         tensor = self.groups.tensor
         if tensor.size == 1 or decoder.head is None:
@@ -524,7 +542,7 @@ class RunnerFactory:
             return 0.0
         return self.groups.world.agree(measure_token_seconds(runner), float)
 
-    def _warm_up(self, runner: Runner, decoder: Decoder, max_graph_rows: int, max_graph_tokens: int) -> None:
+    def _warm_up(self, runner: Runner, decoder: RankModel, max_graph_rows: int, max_graph_tokens: int) -> None:
         """Computes every kind of step, and captures graphs."""
         schedule, most = self.config.schedule, min(max_graph_rows, self.limits.max_seqs)
         least = runner.ready.group_min_seqs if schedule.group_min_seqs == "auto" else schedule.group_min_seqs
@@ -544,7 +562,7 @@ class RunnerFactory:
         captures = most > 0 and runner.decode is not None and runner.decode.can_capture
         warm_up(runner, self.stages, self.coords.num_micro_batches, capture if captures else None)
 
-    def _describe_graphs(self, decoder: Decoder) -> Facts:
+    def _describe_graphs(self, decoder: RankModel) -> Facts:
         """Describes on what the times of graphs depend."""
         return {
             "model": self.rank_spec,

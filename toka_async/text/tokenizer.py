@@ -120,6 +120,12 @@ class Tokenizer:
         """The texts of the special tokens."""
         return [self.spelling(token_id) for token_id in sorted(self.special_ids)]
 
+    @property
+    def marks(self) -> dict[str, int]:
+        """Text -> id of added tokens that mark something in a text: special ones, and such as `<think>`."""
+        added: dict[int, Any] = self.backend.get_added_tokens_decoder()
+        return {each.content: token_id for token_id, each in added.items() if each.special or each.content[:1] in "<["}
+
     def with_shown(self, texts: Collection[str]) -> Tokenizer:
         """A tokenizer whose `decode` does not leave out these special tokens; it shares all else."""
         if not texts:

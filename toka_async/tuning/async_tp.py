@@ -241,5 +241,6 @@ class NoAttention:
         heads: Tensor,
         rotation: tuple[Tensor, Tensor],  # noqa: ARG002
         norm: QueryKeyNorm | None = None,  # noqa: ARG002
+        sinks: Tensor | None = None,  # noqa: ARG002
     ) -> Tensor:
         return heads[:, : self._num_heads]

@@ -93,6 +93,7 @@ class AttentionChoice:
             "page_size": cache.page_size,
             "dtype": str(cache.dtype),
             "stored": str(cache.keys[0].dtype),
+            "sinks": self.parts.sinks is not None,
             "parts": [list(self.parts.decode), list(self.parts.chunks)],
             "shapes": [self._list_decode_shapes(), self._list_chunk_shapes(), self._list_group_shapes()],
         }
@@ -182,18 +183,18 @@ class AttentionChoice:
         """Times each part, in seconds. Rows of `alike` share pages, too, but the parts are not told."""
         batch = make_batch(self.cache, shape, shape.groups or alike)
         query = self._make_queries(shape.num_decode)
-        output = torch.empty_like(query)
+        run = 0, query, torch.empty_like(query), self.parts.sinks
         return {
-            name: self._time(partial(part.plan, batch, shape.groups, 0), partial(part.run, 0, query, output))
+            name: self._time(partial(part.plan, batch, shape.groups, 0), partial(part.run, *run))
             for name, part in self.parts.decode.items()
         }
 
     def _time_chunks(self, num_rows: int, length: int, before: int) -> dict[str, float]:
         batch = make_batch(self.cache, TrialShape(((before + length, length),) * num_rows, 0))
         query = self._make_queries(num_rows * length)
-        output = torch.empty_like(query)
+        run = 0, query, torch.empty_like(query), self.parts.sinks
         return {
-            name: self._time(partial(part.plan, batch, 0), partial(part.run, 0, query, output))
+            name: self._time(partial(part.plan, batch, 0), partial(part.run, *run))
             for name, part in self.parts.chunks.items()
         }
 

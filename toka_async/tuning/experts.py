@@ -17,7 +17,7 @@ from toka_async.kernels.experts.mixture import SCALED_TILES, STRAIGHT, TILES, Ex
 from toka_async.kernels.experts.routing import Routes, route
 from toka_async.kernels.experts.weights import ExpertWeights
 from toka_async.kernels.fused import ExpertMixing
-from toka_async.model.decoder import Decoder
+from toka_async.model.decoder import RankModel
 from toka_async.model.experts_feed import ExpertsFeed
 from toka_async.tuning.matrix_group import RowCounts
 from toka_async.tuning.store import Facts
@@ -153,7 +153,7 @@ def has_library(weight: Tensor) -> bool:
 
 
 def list_expert_choices(
-    kernels: ExpertMixing | None, decoder: Decoder, counts: RowCounts
+    kernels: ExpertMixing | None, decoder: RankModel, counts: RowCounts
 ) -> Iterator[ExpertPlanChoice]:
     """Yields a choice for each different shape of a decoder's experts."""
     if not isinstance(kernels, ExpertKernels):

@@ -22,7 +22,7 @@ from toka_async.kernels.fp8.products import ScaledProducts
 from toka_async.kernels.fused import FusedOps
 from toka_async.kernels.gated import GatedProducts
 from toka_async.kernels.matmul import TunedProducts
-from toka_async.model.decoder import Decoder
+from toka_async.model.decoder import RankModel
 from toka_async.runner.graphs import DENSE_ROWS, list_graph_sizes
 from toka_async.tuning.dense import list_dense_choices
 from toka_async.tuning.experts import list_expert_choices
@@ -79,7 +79,7 @@ class ProductTuning:
         self._cache = cache
 
     @torch.inference_mode()
-    def tune(self, decoder: Decoder, limits: RankLimits, max_graph_rows: int, show: Show) -> None:
+    def tune(self, decoder: RankModel, limits: RankLimits, max_graph_rows: int, show: Show) -> None:
         """Tunes for steps of up to the limits, and for each of the graphs' close sizes."""
         graphs = list_graph_sizes(min(max_graph_rows, limits.max_seqs, DENSE_ROWS)) if max_graph_rows else []
         groups = group_matrices(decoder)
@@ -91,7 +91,7 @@ class ProductTuning:
             plans.use(settle(plans, self._cache))
         torch.cuda.empty_cache()
 
-    def list_builds(self, decoder: Decoder, limits: RankLimits) -> list[Callable[[], None]]:
+    def list_builds(self, decoder: RankModel, limits: RankLimits) -> list[Callable[[], None]]:
         """Lists functions that each compile a kernel which `tune` runs. They read the weights, whatever these hold."""
         return [
             build
@@ -101,7 +101,7 @@ class ProductTuning:
         ]
 
     @torch.inference_mode()
-    def tune_layers(self, decoder: Decoder, sizes: Sequence[int]) -> None:
+    def tune_layers(self, decoder: RankModel, sizes: Sequence[int]) -> None:
         """Tunes layers for steps of exactly so many tokens; nothing is found in the cache or kept."""
         for group in group_matrices(decoder):
             if not group.use.of_samples:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from toka_async.model.decoder import Decoder
+from toka_async.model.decoder import RankModel
 from toka_async.model.matrices.matrix import Matrix, MatrixUse
 
 _MOST_MATRICES = 8  # that are measured in turn
@@ -29,7 +29,7 @@ class RowCounts:
     exact: Sequence[int] = ()
 
 
-def group_matrices(decoder: Decoder) -> list[MatrixGroup]:
+def group_matrices(decoder: RankModel) -> list[MatrixGroup]:
     """Groups a decoder's matrices by format, shape and use."""
     groups: dict[Any, MatrixGroup] = {}
     for use in decoder.uses():

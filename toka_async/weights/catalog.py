@@ -11,9 +11,8 @@ from difflib import get_close_matches
 
 import torch
 
-from toka_async.checkpoint.names import find_text_name, is_of_other_part
-from toka_async.checkpoint.spec import ModelSpec
-from toka_async.model.weights import build_decoder
+from toka_async.checkpoint.names import is_of_other_part
+from toka_async.model.decoder import RankModel
 from toka_async.transfer.tensors import TensorInfo
 
 SAFETENSORS = {
@@ -45,16 +44,16 @@ class Expected:
 class WeightCatalog:
     """The tensors of a whole model."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
-        decoder = build_decoder(spec, dtype, torch.device("meta"))
-        self.tensors = {name: Expected(part.shape, part.dtypes) for name, part in decoder.parts()}
-        self._is_tied = spec.tie_embeddings
+    def __init__(self, model: RankModel) -> None:
+        """model: all of it, on the meta device."""
+        self._find_part = model.find_part
+        self.tensors = {name: Expected(part.shape, part.dtypes) for name, part in model.parts()}
 
     def check(self, infos: Sequence[TensorInfo], written: Collection[str]) -> None:
         """Raises UpdateError for tensors that the model does not have so, or that have come before."""
         names = set(written)
         for info in infos:
-            name = find_text_name(info.name)
+            name = self._find_part(info.name)
             if name in names:
                 raise UpdateError(f"{info.name} comes twice in one update")
             names.add(name)
@@ -82,8 +81,8 @@ class WeightCatalog:
 
     def _explain(self, name: str) -> str:
         """Says why the model has no tensor of that name."""
-        if self._is_tied and name == HEAD:
-            return "the model's embeddings are tied; leave it out, and send model.embed_tokens.weight"
+        if name == HEAD:  # which it has unless it is tied
+            return "the model's embeddings are tied; leave it out, and send the embeddings"
         for fused, parts in FUSED.items():
             if fused in name and not any(fused in each for each in self.tensors):
                 return f"it is a fused matrix; send {parts}, as in a checkpoint"

@@ -21,10 +21,10 @@ def sum_parts(parts: Mapping[str, WeightPart], rank: int) -> Iterator[PartSum]:
     for name, part in parts.items():
         if not part.target.numel():
             continue
-        values = part.target
+        values = part.target if part.restore is None else part.restore()
         if values.dim() > len(part.shares):
             values = values[0]  # it is repeated
-        if part.store is not None:
+        if part.store is not None and part.restore is None:
             yield PartSum(name, f"stored by {rank}", sum_part(values, values.shape, [0] * values.dim()))
             continue
         if part.order is not None:

@@ -7,14 +7,13 @@ closes its group, since the other end may be in the middle of a tensor. Knows no
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from toka_async.checkpoint.spec import ModelSpec
 from toka_async.control import (
     BeginUpdate,
     Broadcast,
@@ -34,7 +33,7 @@ from toka_async.control import (
     Wake,
 )
 from toka_async.memory.virtual import MemoryStaysError
-from toka_async.model.decoder import Decoder
+from toka_async.model.decoder import RankModel
 from toka_async.transfer.deadline import Deadline
 from toka_async.transfer.errors import TransferError
 from toka_async.transfer.nccl import join_nccl
@@ -61,14 +60,21 @@ class RankControl:
     """Carries out actions on one rank.
 
     Args:
-        spec: the whole model. rank: in the replica. tensor_rank: in its stage. number: among all ranks of all replicas.
+        build_whole: builds the whole model of a dtype on the meta device. rank: in the replica. tensor_rank: in its
+            stage. number: among all ranks of all replicas.
     """
 
     def __init__(
-        self, decoder: Decoder, spec: ModelSpec, cache: SleepingCache, rank: int, tensor_rank: int, number: int
+        self,
+        decoder: RankModel,
+        build_whole: Callable[[torch.dtype], RankModel],
+        cache: SleepingCache,
+        rank: int,
+        tensor_rank: int,
+        number: int,
     ) -> None:
         self._decoder = decoder
-        self._spec = spec
+        self._build_whole = build_whole
         self._cache = cache
         self._rank = rank
         self._tensor_rank = tensor_rank
@@ -105,7 +111,7 @@ class RankControl:
                 self._close(name)
             case BeginUpdate():
                 self._update = None
-                self._catalog = self._catalog or WeightCatalog(self._spec, self._find_dtype())
+                self._catalog = self._catalog or WeightCatalog(self._build_whole(self._find_dtype()))
                 self._update = WeightUpdate(self._decoder, self._parts, self._catalog)
             case LoadTensors():
                 self._load(control.action)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from toka_async.checkpoint.json_file import ModelError
-from toka_async.checkpoint.names import find_text_name
-from toka_async.model.decoder import Decoder
+from toka_async.model.decoder import RankModel
 from toka_async.model.matrices.part import WeightPart
 from toka_async.model.weights import check_tensors, load_tensors
 from toka_async.transfer.tensors import TensorInfo
@@ -24,7 +23,7 @@ from toka_async.weights.catalog import UpdateError, WeightCatalog
 class WeightUpdate:
     """One update. written: names of the tensors that have come, whether the rank has a part of them or not."""
 
-    def __init__(self, decoder: Decoder, parts: Mapping[str, WeightPart], catalog: WeightCatalog) -> None:
+    def __init__(self, decoder: RankModel, parts: Mapping[str, WeightPart], catalog: WeightCatalog) -> None:
         self.written: set[str] = set()
         self._decoder = decoder
         self._parts = parts
@@ -38,7 +37,7 @@ class WeightUpdate:
     def write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Writes tensors that were checked."""
         for full_name, tensor in tensors:
-            name = find_text_name(full_name)
+            name = self._decoder.find_part(full_name)
             self.written.add(name)
             part = self._parts.get(name)
             if part is not None and part.target.numel():

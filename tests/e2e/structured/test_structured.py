@@ -76,6 +76,9 @@ def test_samples_by_schema_are_valid(server: Serving, num_prompts: int) -> None:
         ({"structured_outputs": {"regex": "a|b"}}, "a|b"),
         ({"structured_outputs": {"grammar": 'start: "q"'}}, "q"),
         ({"structured_outputs": {"json": {"type": "boolean"}}}, "true|false"),
+        ({"structured_outputs": {"structural_tag": {"format": {"type": "const_string", "value": "z"}}}}, "z"),
+        ({"structural_tag": '{"format": {"type": "regex", "pattern": "[ab]"}}'}, "a|b"),
+        ({"response_format": {"type": "structural_tag", "format": {"type": "regex", "pattern": "k"}}}, "k"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": 1}}}}, "1"),
     ],
 )
@@ -101,9 +104,16 @@ def test_samples_do_not_depend_on_streams_and_stop_strings_cut_them(server: Serv
     ]
 
 
+TAG = {"type": "tag", "begin": "(", "content": {"type": "json_schema", "json_schema": {"const": 5}}, "end": ")"}
+
+
 def test_other_routes(server: Serving) -> None:
     params = {"regex": "[ab]{3}", "max_new_tokens": 9}
     assert re.fullmatch("[ab]{3}", ask(server, "/generate", {"text": "x", "sampling_params": params})["text"])
+    tag: dict[str, Any] = {"format": {"type": "triggered_tags", "triggers": ["("], "tags": [TAG], "at_least_one": True}}
+    tag["format"]["stop_after_first"] = True
+    params = {"structural_tag": json.dumps(tag), "max_new_tokens": 9}
+    assert ask(server, "/generate", {"text": "x", "sampling_params": params})["text"] == "(5)"
     tokens = {"token_ids": [5], "sampling_params": {"structured_outputs": {"choice": ["a"]}}, "output_mode": "text"}
     assert ask(server, "/inference/v1/generate", tokens)["choices"][0]["text"] == "a"
 
@@ -121,6 +131,7 @@ def test_other_routes(server: Serving) -> None:
         ({"regex": "a("}, "regex", "unclosed group"),
         ({"ebnf": "root ::= ((("}, "ebnf", "neither"),
         ({"guided_json": "{"}, "guided_json", "JSON"),
+        ({"structural_tag": {"format": {"type": "dispatch"}}}, "structural_tag", "dispatch"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused_by_name(

@@ -163,7 +163,7 @@ def refused_tiles(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
     refused: set[int] = set()
 
-    def try_chunks(_: KVCache, __: int, part: TritonChunks, ___: int) -> None:
+    def try_chunks(_: KVCache, __: int, part: TritonChunks, *___: object) -> None:
         if part.config.block_queries in refused:
             raise OutOfResources(106_496, 101_376, "shared memory")
 
@@ -253,7 +253,7 @@ def test_auto_waits_for_no_modules() -> None:
 def test_every_window_is_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[tuple[str, int]] = []
     monkeypatch.setattr(
-        build, "try_decode", lambda _, __, part, ___, window: tried.append((type(part).__name__, window))
+        build, "try_decode", lambda _, __, part, ___, window, ____: tried.append((type(part).__name__, window))
     )
     cache = make_case(0, 4, 1, 2, 16, contexts=[5]).cache
     shown: list[tuple[int, int]] = []

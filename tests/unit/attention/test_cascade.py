@@ -31,14 +31,15 @@ def decoded(part: CascadeDecode, case: AttentionCase, window: int = 0) -> torch.
     query = case.query[: case.batch.num_decode]
     output = torch.empty_like(query)
     part.plan(case.batch, case.batch.groups, window)
-    part.run(0, query, output)
+    part.run(0, query, output, case.sinks)
     return output
 
 
 @pytest.mark.parametrize("contexts", [[], [9]], ids=["all grouped", "a row between"])
 @pytest.mark.parametrize("window", [0, 30])
-def test_grouped_rows_equal_the_definition(contexts: list[int], window: int) -> None:
-    case = make_case(0, 4, 1, 2, 16, [(2, 5), (2, 2)], contexts)
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_grouped_rows_equal_the_definition(contexts: list[int], window: int, has_sinks: bool) -> None:
+    case = make_case(0, 4, 1, 2, 16, [(2, 5), (2, 2)], contexts, has_sinks=has_sinks)
     part = part_for(case)
     torch.testing.assert_close(decoded(part, case, window), case.expected(window), atol=2e-5, rtol=1e-5)
 

@@ -31,7 +31,7 @@ class Part:
     def plan(self, batch: AttentionBatch, *more: object) -> None:
         self.calls.append((batch, *more))
 
-    def run(self, layer: int, query: Tensor, output: Tensor) -> None:
+    def run(self, layer: int, query: Tensor, output: Tensor, sinks: Tensor | None = None) -> None:  # noqa: ARG002
         self.calls.append((layer, query, output))
 
     def plan_graph(self, batch: AttentionBatch, grouped: bool, window: int) -> None:

@@ -37,7 +37,7 @@ def decoded(case: AttentionCase, part: FlashInferDecode, window: int) -> torch.T
     query = case.query[: case.batch.num_decode]
     output = torch.empty_like(query)
     part.plan(case.batch, case.batch.groups, window)
-    part.run(0, query, output)
+    part.run(0, query, output, case.sinks)
     return output
 
 
@@ -51,6 +51,7 @@ cases = st.builds(
     groups=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), max_size=3),
     contexts=st.lists(st.integers(1, 50), min_size=1, max_size=4),
     chunks=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 25)), min_size=1, max_size=3),
+    has_sinks=st.booleans(),
 )
 RELAXED = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -69,7 +70,7 @@ def test_chunks_equal_the_definition(case: AttentionCase, window: int) -> None:
     query = case.query[case.batch.num_decode :]
     output = torch.empty_like(query)
     part.plan(case.batch, window)
-    part.run(0, query, output)
+    part.run(0, query, output, case.sinks)
     torch.testing.assert_close(output, case.expected(window)[case.batch.num_decode :], atol=2e-5, rtol=1e-5)
 
 
@@ -111,7 +112,7 @@ def test_a_cache_in_e4m3_equals_the_definition(groups: list[tuple[int, int]], mo
     chunks, query = FlashInferChunks(shape), case.query[num_decode:]
     output = torch.empty_like(query)
     chunks.plan(case.batch, 0)
-    chunks.run(0, query, output)
+    chunks.run(0, query, output, case.sinks)
     torch.testing.assert_close(output, case.expected()[num_decode:], atol=2e-5, rtol=1e-5)
     case.cache.device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))

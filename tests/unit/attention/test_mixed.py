@@ -84,8 +84,9 @@ class Graph:
             heads = case._normal(size, case.heads + 2 * case.kv_heads, DIM)
             angles = case._normal(size, 1, DIM // 2)
             rotation = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
-            output = self.attention.attend(layer, heads, rotation, case.norm)
-            expected = reference.attend(layer, heads[:tokens], (rotation[0][:tokens], rotation[1][:tokens]), case.norm)
+            output = self.attention.attend(layer, heads, rotation, case.norm, case.sinks)
+            own = heads[:tokens], (rotation[0][:tokens], rotation[1][:tokens])
+            expected = reference.attend(layer, *own, case.norm, case.sinks)
             torch.testing.assert_close(output[:tokens], expected, atol=2e-5, rtol=1e-5)
         for actual, exact in zip(cache.keys + cache.values, other.keys + other.values, strict=True):
             torch.testing.assert_close(actual[1:], exact[1:], atol=1e-5, rtol=1e-5)

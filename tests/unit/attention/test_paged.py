@@ -62,6 +62,7 @@ class Case:
         for tensor in self.cache.keys + self.cache.values:
             tensor.copy_(self._normal(*tensor.shape))
         self.norm = QueryKeyNorm(self._normal(self.heads + self.kv_heads, DIM), 1e-6) if seed % 2 else None
+        self.sinks = 4 * self._normal(self.heads) if seed % 2 else None
         self.backend = PagedAttention(self.cache, self.heads, windows, self._decode, self._chunks)
         self.num_sms = num_sms
         for decode in self.backend.decodes.values():
@@ -84,8 +85,8 @@ class Case:
             heads = 2 * self._normal(tokens, self.heads + 2 * self.kv_heads, DIM)
             angles = self._normal(tokens, 1, DIM // 2)
             rotation = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
-            output = self.backend.attend(layer, heads, rotation, self.norm)
-            expected = reference.attend(layer, heads, rotation, self.norm)
+            output = self.backend.attend(layer, heads, rotation, self.norm, self.sinks)
+            expected = reference.attend(layer, heads, rotation, self.norm, self.sinks)
             torch.testing.assert_close(output, expected, atol=2e-5, rtol=1e-5)
         for actual, exact in zip(cache.keys + cache.values, other.keys + other.values, strict=True):
             torch.testing.assert_close(actual.float(), exact.float(), atol=1e-5, rtol=1e-5)

@@ -64,6 +64,7 @@ class Case:
         angles = 3 * self._normal(tokens, 1, DIM // 2)
         self.rotation = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
         self.norm = QueryKeyNorm(self._normal(self.heads + kv_heads, DIM), 1e-6) if seed % 2 else None
+        self.sinks = 4 * self._normal(self.heads) if seed % 3 == 2 else None
 
     def _new_pages(self, count: int) -> list[int]:
         self.num_pages += count
@@ -78,7 +79,7 @@ class Case:
 
     def attend_with(self, backend: AttentionBackend) -> Tensor:
         backend.plan(self.batch)
-        return backend.attend(0, self.projected, self.rotation, self.norm)
+        return backend.attend(0, self.projected, self.rotation, self.norm, self.sinks)
 
     def rotated(self) -> Tensor:
         """Queries and keys, normed and turned as complex numbers: [tokens, heads + kv_heads, dim]."""
@@ -107,7 +108,10 @@ class Case:
             for position in range(context - count, context):
                 seen = slice(max(0, position + 1 - window) if window else 0, position + 1)
                 scores = torch.einsum("hd,lhd->hl", queries[token], keys[seen]) * DIM**-0.5
-                outputs.append(torch.einsum("hl,lhd->hd", scores.softmax(-1), values[seen]))
+                if self.sinks is not None:
+                    scores = torch.cat([scores, self.sinks[:, None]], 1)
+                shares = scores.softmax(-1)[:, : position + 1 - seen.start]
+                outputs.append(torch.einsum("hl,lhd->hd", shares, values[seen]))
                 token += 1
         return torch.stack(outputs)
 
@@ -129,6 +133,16 @@ cases = st.builds(
 def test_equals_the_definition(case: Case, window: int, limits: TileLimits | None) -> None:
     output = case.attend(window, limits)
     torch.testing.assert_close(output, case.expected(window), atol=2e-5, rtol=1e-5)
+
+
+def test_sinks_count_once_in_two_parts_and_in_one() -> None:
+    case = Case(2, 5, 2, 3, [(4, 3)], [9, 30], [(7, 5)])
+    outputs = [case.attend(30, limits) for limits in (GROUPED, ALONE)]
+    outputs.append(case.attend_with(TokenAttention(case.cache, case.heads, (30,))))
+    for output in outputs:
+        torch.testing.assert_close(output, case.expected(30), atol=2e-5, rtol=1e-5)
+    case.sinks = None
+    assert not torch.allclose(case.expected(30), outputs[0], atol=1e-3)
 
 
 @settings(max_examples=20, deadline=None)

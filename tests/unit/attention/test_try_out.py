@@ -49,7 +49,7 @@ def test_trying_out_compiles_every_kernel(kv_heads: int, window: int) -> None:
     seen: set[tuple[bool, bool, bool]] = set()
 
     class Planned(TritonDecode):
-        def run(self, layer: int, query: Tensor, output: Tensor) -> None:  # noqa: ARG002
+        def run(self, layer: int, query: Tensor, output: Tensor, sinks: Tensor | None = None) -> None:  # noqa: ARG002
             step = self.rows.step
             assert step is not None
             seen.add((step.skip is not None, step.config.num_warps == 1, step.work is not None))
@@ -71,7 +71,7 @@ def test_trying_out_splits_chunks_over_keys(programs: int, window: int, is_split
     seen: list[bool] = []
 
     class PlannedChunks(TritonChunks):
-        def run(self, layer: int, query: Tensor, output: Tensor) -> None:  # noqa: ARG002
+        def run(self, layer: int, query: Tensor, output: Tensor, sinks: Tensor | None = None) -> None:  # noqa: ARG002
             assert self.step is not None
             seen.append(len(self.step.merged) > 0)
 

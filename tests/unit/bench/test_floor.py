@@ -9,6 +9,7 @@ import toka_async
 from tests.cases.models import make_checkpoint
 from toka_async.bench.floor import Floor, count_seconds
 from toka_async.bench.step_load import Case
+from toka_async.checkpoint.layer_spec import DenseFeedSpec
 from toka_async.checkpoint.spec import read_spec
 
 CPU = torch.device("cpu")
@@ -80,7 +81,9 @@ def test_matrices_are_read_or_multiplied_with(floor: Floor) -> None:
     layer = (
         spec.hidden_size * (2 * spec.attention.num_heads + 2 * spec.attention.num_kv_heads) * spec.attention.head_dim
     )
-    layer += 3 * spec.hidden_size * spec.layers[0].feed.inner
+    feed = spec.layers[0].feed
+    assert isinstance(feed, DenseFeedSpec)
+    layer += 3 * spec.hidden_size * feed.inner
     head = spec.vocab_size * spec.hidden_size
     few = floor.compute(Case(rows=1, context=1), grouped=False)
     assert few.matrices == pytest.approx((spec.num_layers * layer + head) * 4 / 1e9)

@@ -18,6 +18,7 @@ from toka_async.checkpoint.division import (
     stage_parts,
     tensor_sizes,
 )
+from toka_async.checkpoint.layer_spec import DenseFeedSpec
 from toka_async.checkpoint.spec import ModelError, ModelSpec, read_spec
 
 
@@ -45,7 +46,8 @@ def test_sizes_divide_heads_and_repeat_kv_heads(
         check_tensor_size(spec, tp)
         part = make_rank_spec(spec, tp)
         assert part.attention.num_heads * tp == heads
-        assert [layer.feed.inner * tp for layer in part.layers] == [inner] * spec.num_layers
+        feeds = [layer.feed for layer in part.layers]
+        assert [feed.inner * tp for feed in feeds if isinstance(feed, DenseFeedSpec)] == [inner] * spec.num_layers
         assert part.attention.num_kv_heads == max(1, kv_heads // tp)
         assert part.attention.num_heads % part.attention.num_kv_heads == 0
         assert part.vocab_size == spec.vocab_size

@@ -51,6 +51,7 @@ def test_minimal_llama(tmp_path: Path) -> None:
 FACTORS = {"short_factor": [1.0, 1.5], "long_factor": [2.0, 7.0], "original_max_position_embeddings": 64}
 LONG_ROPE: dict[str, Any] = {"model_type": "phi3", "rope_scaling": FACTORS | {"type": "su"}}
 YARN_BY_POSITION = {"type": "yarn", "factor": 16.0, "llama_4_scaling_beta": 0.1}
+GPT_OSS = {"model_type": "gpt_oss", "num_key_value_heads": 2}
 MOE: dict[str, Any] = MINIMAL | {"model_type": "qwen3_moe", "num_key_value_heads": 2, "num_hidden_layers": 6}
 
 
@@ -272,6 +273,10 @@ def test_end_tokens(tmp_path: Path) -> None:
         ({"model_type": "qwen2", "layer_types": ["linear_attention"] * 3}, "layer_types has 'linear_attention'"),
         ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 3}, "set use_sliding_window"),
         ({"model_type": "mistral", "sliding_window": -1}, "sliding_window is -1"),
+        (GPT_OSS | {"swiglu_limit": 6.0}, "swiglu_limit other than 7 is not supported"),
+        (GPT_OSS | {"swiglu_alpha": 1.0}, "swiglu_alpha other than 1.702 is not supported"),
+        (GPT_OSS | {"layer_types": ["sliding_attention"]}, "layer_types must be a list of"),
+        (GPT_OSS | {"quantization_config": BLOCKS}, "quantization_config quantizes experts that are one tensor"),
     ],
 )
 def test_errors_name_the_field(tmp_path: Path, fields: dict[str, Any], problem: str) -> None:

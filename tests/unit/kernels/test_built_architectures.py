@@ -25,17 +25,18 @@ E4M3 = "float8_e4m3fn"
 SMALL = (86, 89, 120)  # with less shared memory than others
 LEAST_COPIED = 8  # tokens of a page that the kernel for Hopper chips can copy
 QWEN3 = {"hidden": 2048, "inner": 768, "num_experts": 128, "top_k": 8}  # 30B-A3B
+GPT_OSS = {"hidden": 2880, "inner": 2880, "num_experts": 32, "top_k": 4, "is_clamped": True}
 MIXTRAL = {"hidden": 4096, "inner": 14_336, "num_experts": 8, "top_k": 2}
 MOST_STACK = 1024  # bytes of a thread for registers that do not suffice
 CASES: list[Case] = [  # what takes most shared memory, and each kind of kernel once; compiling all takes minutes
     (86, "attention", {"dtype": BF16, "dim": 256, "group": 7, "page_size": 64}),
-    (90, "attention", {"dtype": FP16, "dim": 64, "group": 7, "page_size": 64, "windows": (0, 512)}),
+    (90, "attention", {"dtype": FP16, "dim": 64, "group": 7, "page_size": 64, "windows": (0, 512), "has_sinks": True}),
     (89, "attention", {"dtype": BF16, "dim": 128, "group": 4, "stored": E4M3}),
     (90, "attention", {"dtype": BF16, "dim": 64, "group": 8, "stored": E4M3}),
     (86, "layer", {"dtype": BF16, "dim": 128, "hidden": 4096}),
     (90, "gated", {"dtype": BF16, "hidden": 2048, "inner": 8192}),
     (86, "few rows", {"dtype": BF16, "hidden": 2048, "inner": 8192}),
-    (89, "experts", QWEN3 | {"dtype": BF16}),
+    (89, "experts", GPT_OSS | {"dtype": BF16}),
     # The oldest first: Triton 3.6 converts 8-bit floats for all of a process as it first did, as there is one GPU.
     (89, "quantized", {"dtype": BF16, "hidden": 4096, "inner": 14_336, "by_block": True}),
     (90, "experts", QWEN3 | {"dtype": BF16, "by_block": True}),
@@ -53,6 +54,10 @@ EVERY: list[Case] = [
         for arch, dtype, dim in itertools.product((89, 90, 100, 120), (BF16, FP16, FP32), (64, 128, 256))
     ),
     *(
+        (arch, "attention", {"dtype": BF16, "dim": 64, "group": 8, "windows": (0, 128), "has_sinks": True})
+        for arch in SHARED_MEMORY
+    ),
+    *(
         (arch, "layer", {"dtype": dtype, "dim": dim, "hidden": hidden})
         for arch, dtype, (dim, hidden) in itertools.product(
             SHARED_MEMORY, (BF16, FP16, FP32), ((64, 896), (128, 8192), (256, 3072))
@@ -65,7 +70,7 @@ EVERY: list[Case] = [
     *((arch, "few rows", {"dtype": BF16, "hidden": 4096, "inner": 14_336}) for arch in SHARED_MEMORY),
     *(
         (arch, "experts", shape | {"dtype": dtype})
-        for arch, shape, dtype in itertools.product(SHARED_MEMORY, (QWEN3, MIXTRAL), (BF16, FP16))
+        for arch, shape, dtype in itertools.product(SHARED_MEMORY, (QWEN3, MIXTRAL, GPT_OSS), (BF16, FP16))
     ),
     *(
         (arch, "experts", QWEN3 | {"dtype": BF16, "by_block": by_block})

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import hypothesis.strategies as st
@@ -35,6 +36,7 @@ def run(
     work: DecodeWork | None = None,
     config: DecodeConfig | None = None,
     output: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     output = torch.full_like(query, torch.nan) if output is None else output
     config = config or decode_config(case.dim, case.dtype)
@@ -56,6 +58,7 @@ def run(
         work,
         partial,
         case.value_scale,
+        sinks,
     )
     return output
 
@@ -70,10 +73,10 @@ def divided(case: PagedCase, how: str, skip: Tensor | None = None, window: int =
     return divide_keys(case.contexts, num_rows, skip, window, num_programs=2, is_split=how == "split")
 
 
-def expected(case: PagedCase, query: Tensor, window: int = 0) -> Tensor:
+def expected(case: PagedCase, query: Tensor, window: int = 0, sinks: Tensor | None = None) -> Tensor:
     firsts = [max(0, length - window) if window else 0 for length in case.lengths]
     rows = [
-        case.attend(query[row], row, first, length, SCALE)[0]
+        case.attend(query[row], row, first, length, SCALE, sinks)[0]
         for row, (first, length) in enumerate(zip(firsts, case.lengths, strict=True))
     ]
     return torch.stack(rows).to(query.dtype)
@@ -133,6 +136,26 @@ def test_goes_on_from_the_attention_of_a_prefix(
     prefix.output[1:, 1:], prefix.lse[1:, 1:] = 0.0, -math.inf
     output = run(case, query, window, skip, prefix, divided(case, how, skip, window))
     torch.testing.assert_close(output, expected(case, query, window), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", ["whole", "alike", "split"])
+@pytest.mark.parametrize("window", [0, 300])
+def test_sinks_count_once(dtype: torch.dtype, how: str, window: int) -> None:
+    """In rows of several parts, in rows of one, and in rows that go on from a prefix in two parts."""
+    case = PagedCase(0, [400, 35, 40], 16, 2, 3, 32, DEVICE, dtype, num_shared=2, is_e4m3=dtype == torch.bfloat16)
+    query, sinks = case.normal(3, case.heads, case.dim), 4 * case.normal(case.heads)
+    tolerance = TOLERANCE.get(dtype, 1e-5) * case.value_scale
+    exact = expected(case, query, window, sinks)
+    output = run(case, query, window, work=divided(case, how, window=window), sinks=sinks)
+    torch.testing.assert_close(output, exact, atol=tolerance, rtol=tolerance)
+    skip = torch.full((3,), 32, dtype=torch.int32, device=DEVICE)
+    prefix = room(2, *query.shape)
+    for part, row in itertools.product(range(2), range(3)):
+        mixed, prefix.lse[part, row] = case.attend(query[row], row, 16 * part, 16 * part + 16, SCALE)
+        prefix.output[part, row] = mixed / case.value_scale
+    output = run(case, query, window, skip, prefix, divided(case, how, skip, window), sinks=sinks)
+    torch.testing.assert_close(output, exact, atol=tolerance, rtol=tolerance)
 
 
 def test_what_is_skipped_is_not_read() -> None:

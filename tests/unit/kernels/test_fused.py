@@ -6,6 +6,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from toka_async.checkpoint.experts_spec import CLAMPED_SWIGLU
 from toka_async.checkpoint.spec import ACTIVATIONS
 from toka_async.kernels.fused import FusedOps
 from toka_async.model.matrices.ops import TorchOps
@@ -53,7 +54,7 @@ def test_inputs_stay_as_they_are(device: torch.device) -> None:
     assert torch.equal(residual, before[1])
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, CLAMPED_SWIGLU])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 16), (5, 48), (3, 2048), (2, 3000)], ids=str)
 def test_gate(device: torch.device, shape: tuple[int, int], dtype: torch.dtype, activation: str) -> None:

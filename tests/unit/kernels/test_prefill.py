@@ -26,9 +26,15 @@ def tile_table(tiles: list[Tile]) -> torch.Tensor:
 
 
 def check_chunks(
-    case: PagedCase, window: int, config: PrefillConfig, num_programs: int = 0, is_split: bool = False
+    case: PagedCase,
+    window: int,
+    config: PrefillConfig,
+    num_programs: int = 0,
+    is_split: bool = False,
+    has_sinks: bool = False,
 ) -> None:
     """Each row's keys are cut into a context and a chunk, whose last tile is the shortest."""
+    sinks = 4 * case.normal(case.heads) if has_sinks else None
     tiles, expected = [], []
     size, token = config.queries(case.group), 0
     chunks = [max(1, length * 2 // 3) for length in case.lengths]
@@ -38,10 +44,11 @@ def check_chunks(
             tiles.append((row, token + offset, min(size, chunk - offset), length - chunk + offset + 1))
         for end in range(length - chunk + 1, length + 1):
             first = max(0, end - window) if window else 0
-            expected.append(case.attend(query[token], row, first, end, SCALE)[0])
+            expected.append(case.attend(query[token], row, first, end, SCALE, sinks)[0])
             token += 1
     output = torch.full_like(query, math.nan)
-    attend_in_parts(case, query, tiles, output, window, config, 2 * config.block_keys if is_split else 0, num_programs)
+    part_keys = 2 * config.block_keys if is_split else 0
+    attend_in_parts(case, query, tiles, output, window, config, part_keys, num_programs, sinks)
     tolerance = TOLERANCE[case.dtype] * case.value_scale
     torch.testing.assert_close(output, torch.stack(expected).to(case.dtype), atol=tolerance, rtol=tolerance)
 
@@ -55,6 +62,7 @@ def attend_in_parts(
     config: PrefillConfig,
     part_keys: int,
     num_programs: int,
+    sinks: torch.Tensor | None,
 ) -> None:
     """Each tile has a part for each `part_keys` keys; 0: it has one."""
     of_parts: list[Tile] = []
@@ -91,6 +99,7 @@ def attend_in_parts(
         table,
         partial,
         case.value_scale,
+        sinks,
     )
     if merged:
         merge(partial, torch.tensor(merged, dtype=torch.int32, device=DEVICE), size, output)
@@ -136,6 +145,14 @@ def test_parts_of_tiles(shape: tuple[int, int, int], seed: int, length: int, pag
     """Some of a tile's queries see no key of its last part."""
     case = PagedCase(seed, [length, 5], page_size, *shape, DEVICE)
     check_chunks(case, window, SMALL, is_split=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 7, 40])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_sinks_count_once(dtype: torch.dtype, window: int, is_split: bool) -> None:
+    case = PagedCase(window, [70, 5], 16, 2, 3, 16, DEVICE, dtype, is_e4m3=dtype == torch.bfloat16)
+    check_chunks(case, window, SMALL, is_split=is_split, has_sinks=True)
 
 
 def test_parts_as_configured() -> None:

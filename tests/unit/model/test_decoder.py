@@ -42,11 +42,14 @@ def test_ranks_together_equal_one(tmp_path: Path, family: str, size: int) -> Non
         ("mixtral", 4, 2, 0),
         ("mixtral", 4, 2, 1),
         ("mixtral", 4, 4, 0),
+        ("gpt_oss", 2, 1, 0),
+        ("gpt_oss", 4, 2, 1),
     ],
 )
 def test_ranks_divide_experts(tmp_path: Path, family: str, size: int, ep: int, min_tokens: int) -> None:
     """By their units, by their number, and both. min_tokens: steps from so many tokens on are in shards; 0: none."""
-    fields = heads(8, 4, 48, head_dim=8) | ({"mlp_only_layers": [0]} if family == "qwen3_moe" else {})
+    hidden_size = 64 if family == "gpt_oss" else 48
+    fields = heads(8, 4, hidden_size, head_dim=8) | ({"mlp_only_layers": [0]} if family == "qwen3_moe" else {})
     folder = make_checkpoint(tmp_path, family, **fields)
     alone = run(load(folder, LocalComm()), num_kv_heads=4)
 

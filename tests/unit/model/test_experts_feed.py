@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.drivers.thread_ranks import run_ranks
 from toka_async.checkpoint.attention_spec import AttentionSpec
@@ -19,17 +20,20 @@ from toka_async.model.matrices.ops import TorchOps
 OPS = TorchOps()
 
 
-def layer_of(num_groups: int = 1) -> LayerSpec:
+def layer_of(num_groups: int = 1, is_stacked: bool = False, format: str = "dense") -> LayerSpec:
+    """is_stacked: as gpt-oss has them, with biases."""
     feed = ExpertsFeedSpec(
         inner=8,
-        activation="silu",
+        activation="clamped_swiglu" if is_stacked else "silu",
         num_experts=4,
         top_k=2,
         renormalizes=True,
-        names=ExpertNames("route", "many", "a", "b", "c"),
+        names=ExpertNames("route", "many", "a", "b", "c", "ab" if is_stacked else ""),
+        bias=is_stacked,
         num_groups=num_groups,
     )
-    return LayerSpec(AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=2, rope=None), feed)
+    mixer = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=2, rope=None)
+    return LayerSpec(mixer, feed, format=format, exempt=("route",))
 
 
 @pytest.mark.parametrize("with_hidden", [False, True])
@@ -85,3 +89,44 @@ def test_every_rank_names_all_experts() -> None:
         (((8, 6), 48), ((6, 8), 0)),
         (((8, 6), 0), ((6, 8), 48)),
     ]
+
+
+def split_gate_up(numbers: Tensor) -> Tensor:
+    """Outputs of gate and up in turns, in the second dimension, to all of the gate's before those of up."""
+    return torch.cat([numbers[:, ::2], numbers[:, 1::2]], 1)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_groups"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize("format", ["dense", "fp8/channel"])
+def test_stacked_experts_are_transposed_and_their_outputs_sorted(num_ranks: int, num_groups: int, format: str) -> None:
+    """Ranks of a group hold parts of the units; one of them adds what the experts add to their outputs."""
+    shapes = {"ab": (4, 6, 16), "ab_bias": (4, 16), "c": (4, 8, 6), "c_bias": (4, 6)}
+    stored = {f"many.{name}": torch.randn(shape) for name, shape in shapes.items()}
+    gate_up, bias = split_gate_up(stored["many.ab"].transpose(1, 2)), split_gate_up(stored["many.ab_bias"])
+
+    def load(comm: Comm) -> ExpertsFeed:
+        feed = ExpertsFeed(layer_of(num_groups, is_stacked=True, format=format), 6, comm, OPS)
+        parts = dict(feed.parts())
+        assert parts.keys() == {*stored, "route.weight", "route.bias"}
+        for name, tensor in stored.items():
+            assert parts[name].shape == tensor.shape
+            parts[name].write(parts[name].cut(tensor))
+        return feed
+
+    per_group = num_ranks // num_groups
+    for rank, feed in enumerate(run_ranks(num_ranks, load)):
+        weights, inner = feed.weights, 8 // per_group
+        held = slice(weights.first, weights.first + 4 // num_groups)
+        units = slice(rank % per_group * inner, (rank % per_group + 1) * inner)
+        rows = torch.cat([torch.arange(8)[units], torch.arange(8, 16)[units]])
+        for values, scales, exact in (
+            (weights.gate_up, weights.gate_up_scales, gate_up[held][:, rows]),
+            (weights.down, weights.down_scales, stored["many.c"].transpose(1, 2)[held][:, :, units]),
+        ):
+            numbers = values.float() if scales is None else values.float() * scales[..., None]
+            torch.testing.assert_close(numbers, exact, atol=0, rtol=0 if scales is None else 0.07)
+        assert weights.gate_up_bias is not None
+        assert torch.equal(weights.gate_up_bias, bias[held][:, rows])
+        assert (weights.down_bias is None) == (rank % per_group > 0)
+        if weights.down_bias is not None:
+            assert torch.equal(weights.down_bias, stored["many.c_bias"][held])

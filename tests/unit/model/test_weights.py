@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,14 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.cases.models import heads, make_checkpoint
+from tests.cases.models import MXFP4, heads, make_checkpoint
+from tests.drivers.thread_ranks import run_ranks
 from toka_async.checkpoint.division import group_experts, stage_parts
 from toka_async.checkpoint.spec import ModelError, read_spec
 from toka_async.model.attention import Attention
-from toka_async.model.comm import LocalComm
+from toka_async.model.comm import Comm, LocalComm
 from toka_async.model.decoder import Decoder
 from toka_async.model.dense_feed import DenseFeed
 from toka_async.model.layers import HeadNorm, RMSNorm
+from toka_async.model.mxfp4 import dequantize
 from toka_async.model.weights import build_decoder, load_weights, random_weights
 
 CPU = torch.device("cpu")
@@ -323,3 +326,38 @@ def test_a_meta_decoder_has_shapes_only(tmp_path: Path) -> None:
     assert {name: part.shape for name, part in decoder.parts()} == {
         name: tuple(tensor.shape) for name, tensor in stored.items()
     }
+
+
+@pytest.mark.parametrize(("num_groups", "quantize"), [(1, "none"), (2, "none"), (1, "fp8")])
+def test_mxfp4_is_what_it_stands_for(tmp_path: Path, num_groups: int, quantize: str) -> None:
+    """In ranks whose parts end within a group of values, with scales in another file; quantized again or not."""
+    shape: dict[str, Any] = {"intermediate_size": 96, "num_hidden_layers": 1}
+    packed = make_checkpoint(tmp_path / "packed", "gpt_oss", quantization_config=MXFP4, **shape)
+    plain = make_checkpoint(tmp_path / "plain", "gpt_oss", torch_dtype="bfloat16", **shape)
+    tensors = load_file(packed / "model.safetensors")
+    exact = {name: value for name, value in tensors.items() if not name.endswith(("_blocks", "_scales"))}
+    for name in [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]:
+        pairs = zip(tensors[f"{name}_blocks"], tensors[f"{name}_scales"], strict=True)
+        exact[name] = torch.stack([dequantize(*pair).T for pair in pairs]).contiguous()
+    save_file(exact, plain / "model.safetensors")
+    scales = {name: tensors.pop(name) for name in list(tensors) if name.endswith("down_proj_scales")}
+    save_file(tensors, packed / "model.safetensors")
+    files = {**dict.fromkeys(tensors, "model.safetensors"), **dict.fromkeys(scales, "other.safetensors")}
+    (packed / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    save_file(scales, packed / "other.safetensors")
+
+    def load_rank(folder: Path, comm: Comm) -> dict[str, Tensor]:
+        decoder = build_decoder(group_experts(read_spec(folder, quantize), num_groups), torch.bfloat16, CPU, comm)
+        load_weights(decoder, folder)
+        return {name: parameter.float() for name, parameter in decoder.layers.named_parameters()}
+
+    ranks = zip(*(run_ranks(2, partial(load_rank, folder)) for folder in (packed, plain)), strict=True)
+    for ours, expected in ranks:
+        assert [name for name in expected if not torch.equal(ours[name], expected[name])] == []
+
+
+def test_scales_of_mxfp4_may_not_be_missing(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "gpt_oss", quantization_config=MXFP4)
+    edit(folder, model__layers__1__mlp__experts__down_proj_scales=None)
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.experts\.down_proj_scales is missing"):
+        load(folder)

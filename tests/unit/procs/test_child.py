@@ -14,6 +14,8 @@ import msgspec
 import pytest
 
 from tests.drivers.until import SECONDS, wait_until
+from toka_async.checkpoint.hub import resolve_model
+from toka_async.checkpoint.spec import read_spec
 from toka_async.config import Config
 from toka_async.procs.child import ChildSpec, Drain, Fail, Order, Stop
 from toka_async.topology import local_topology
@@ -35,6 +37,7 @@ def spec(folder: Path, role: Literal["rank", "coordinator"] = "rank") -> bytes:
         model_dir="m",
         tokenizer_dir="t",
         served_name="s",
+        shape=read_spec(resolve_model("demo")),
     )
     return msgspec.json.encode(child) + b"\n"
 

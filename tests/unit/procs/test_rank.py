@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from toka_async.arrays import EMPTY, i32_column
-from toka_async.checkpoint.spec import ModelError
+from toka_async.checkpoint.hub import resolve_model
+from toka_async.checkpoint.spec import ModelError, read_spec
 from toka_async.config import Config, ParallelConfig
 from toka_async.control import Checksum, Control, ControlDone
 from toka_async.messages import ExpertLoads, FromRank, RankDevice, Ready, StageTimes, Step, StepDone, ToRank
@@ -49,6 +50,7 @@ class Link(ParentLink):
             model_dir="",
             tokenizer_dir="",
             served_name="",
+            shape=read_spec(resolve_model("demo")),
         )
         self.statuses: list[Status] = []
         self.code: int | None = None

@@ -68,8 +68,9 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     names: list[str] = []
 
-    def list_trials(cache: KVCache, num_heads: int, windows: tuple[int, ...]) -> list[Task]:
+    def list_trials(cache: KVCache, num_heads: int, windows: tuple[int, ...], has_sinks: bool) -> list[Task]:
         assert (cache.page_size, cache.dtype, cache.keys[0].dtype) == (5, torch.bfloat16, E4M3)
+        assert not has_sinks
         return [lambda: names.append(f"attention of {num_heads} heads and windows {sorted(set(windows))}")]
 
     def try_sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:

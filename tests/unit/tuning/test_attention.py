@@ -131,6 +131,7 @@ def test_the_facts_say_what_is_measured() -> None:
         "page_size": PAGE,
         "dtype": "torch.bfloat16",
         "stored": "torch.bfloat16",
+        "sinks": False,
         "parts": [["own", "planned"]] * 2,
     }
     facts["shapes"] = [decode, chunks, groups]

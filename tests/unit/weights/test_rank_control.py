@@ -40,7 +40,14 @@ def control(tmp_path_factory: pytest.TempPathFactory) -> RankControl:
     spec = read_spec(folder)
     decoder = build_decoder(spec, torch.float32, torch.device("cpu"))
     load_weights(decoder, folder)
-    return RankControl(decoder, spec, Cache(), rank=1, tensor_rank=0, number=3)
+    return RankControl(
+        decoder,
+        lambda dtype: build_decoder(spec, dtype, torch.device("meta")),
+        Cache(),
+        rank=1,
+        tensor_rank=0,
+        number=3,
+    )
 
 
 def run(control: RankControl, action: RankAction) -> ControlDone:

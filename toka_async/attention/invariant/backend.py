@@ -67,7 +67,7 @@ class TileRunner:
         self.num_queries = self.config.count_queries(group_size)
         self.planned: tuple[AttentionBatch, Tensor, int] | None = None
 
-    def run(self, layer: int, query: Tensor, output: Tensor) -> None:
+    def run(self, layer: int, query: Tensor, output: Tensor, sinks: Tensor | None = None) -> None:
         from toka_async.kernels.invariant.attention import attend_tiles
 
         assert self.planned is not None
@@ -85,6 +85,7 @@ class TileRunner:
             window,
             self.config,
             scales.values,
+            sinks,
         )
 
 
@@ -106,8 +107,8 @@ class InvariantDecode:
     def set_groups(self, groups: tuple[PrefixGroup, ...]) -> None:
         raise AssertionError(f"no prefix is shared, got {groups}")
 
-    def run(self, layer: int, query: Tensor, output: Tensor) -> None:
-        self.runner.run(layer, query, output)
+    def run(self, layer: int, query: Tensor, output: Tensor, sinks: Tensor | None = None) -> None:
+        self.runner.run(layer, query, output, sinks)
 
     def _plan(self, batch: AttentionBatch, num_rows: int, window: int) -> None:
         rows = self.rows[:num_rows]
@@ -127,8 +128,8 @@ class InvariantChunks:
         tiles = tiles[np.argsort(-tiles[:, 3], kind="stable")]
         self.runner.planned = batch, to_device(tiles.astype(np.int32), self.runner.cache.device), window
 
-    def run(self, layer: int, query: Tensor, output: Tensor) -> None:
-        self.runner.run(layer, query, output)
+    def run(self, layer: int, query: Tensor, output: Tensor, sinks: Tensor | None = None) -> None:
+        self.runner.run(layer, query, output, sinks)
 
 
 def cut_tiles(batch: AttentionBatch, size: int) -> Int64:

@@ -54,7 +54,12 @@ class TokenAttention:
         self.plans = {window: self._locate_keys(batch, window) for window in set(self.windows)}
 
     def attend(
-        self, layer: int, heads: Tensor, rotation: tuple[Tensor, Tensor], norm: QueryKeyNorm | None = None
+        self,
+        layer: int,
+        heads: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        norm: QueryKeyNorm | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         query = append_tokens(self.cache, layer, self.write_slots, heads, rotation, norm)
         output, scales = torch.empty_like(query), self.cache.scales[layer]
@@ -62,8 +67,11 @@ class TokenAttention:
             keys, values = self._gather(self.cache.keys[layer], seen), self._gather(self.cache.values[layer], seen)
             own = query[token].clone().view(1, self.cache.num_kv_heads, -1, self.cache.head_dim)
             scale = self.scale * scales.keys
-            if self.soft_cap:
-                mixed = compute_scores(own, keys, scale, self.soft_cap).softmax(dim=-1).to(values.dtype) @ values
+            if self.soft_cap or sinks is not None:
+                scores = compute_scores(own, keys, scale, self.soft_cap)  # [1, kv_heads, group, keys]
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks.float().view(*scores.shape[:3], 1)), -1)
+                mixed = scores.softmax(dim=-1)[..., : keys.shape[2]].to(values.dtype) @ values
             else:
                 mixed = F.scaled_dot_product_attention(own, keys, values, scale=scale)
             output[token] = mixed.view_as(output[token]) * scales.values

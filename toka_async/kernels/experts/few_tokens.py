@@ -22,12 +22,18 @@ _NUM_WARPS = 4
 
 
 def multiply_gated(
-    x: Tensor, weight: Tensor, routes: Routes, first: int, activation: str, scales: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    routes: Routes,
+    first: int,
+    activation: str,
+    scales: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """[t, k] and each token's matrices of [experts, 2 * inner, k] to [t * top_k, inner].
 
     The rank has the experts from `first` on; what others compute stays unset. scales: of weights in E4M3, float32
-    [experts, 2 * inner], or [experts, 2 * inner / BLOCK, k / BLOCK].
+    [experts, 2 * inner], or [experts, 2 * inner / BLOCK, k / BLOCK]. bias: [experts, 2 * inner].
     """
     (num_tokens, k), (num_own, outputs, _) = x.shape, weight.shape
     top_k, inner = routes.ids.shape[1], outputs // 2
@@ -37,6 +43,7 @@ def multiply_gated(
         x,
         weight,
         scales,
+        bias,
         routes.ids,
         output,
         by_block=scales is not None and scales.ndim == 3,
@@ -64,10 +71,11 @@ def add_products(
     output: Tensor,
     adds: bool,
     scales: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> None:
     """Sums a token's products [n] by its shares into the output [t, n], or adds the sum to it.
 
-    x: [t * top_k, k], of each pair; weight: [experts, n, k]. scales: as of `multiply_gated`.
+    x: [t * top_k, k], of each pair; weight: [experts, n, k]. scales, bias: as of `multiply_gated`.
     """
     (num_tokens, n), (num_own, _, k) = output.shape, weight.shape
     pdl = can_follow(output)
@@ -75,6 +83,7 @@ def add_products(
         x,
         weight,
         scales,
+        bias,
         routes.ids,
         routes.shares,
         output,
@@ -99,6 +108,7 @@ def _multiply_gated(
     x_at,
     weight_at,
     scales_at,
+    bias_at,
     ids_at,
     output_at,
     by_block: tl.constexpr,
@@ -139,6 +149,8 @@ def _multiply_gated(
         result = tl.sum(products, 1)
         if scales_at is not None and not by_block:
             result *= tl.load(scales_at + row)
+        if bias_at is not None:
+            result += tl.load(bias_at + row).to(tl.float32)
         gate, up = result.reshape(columns, 2).split()
         column = tl.program_id(0) * columns + tl.arange(0, columns)
         result = activate(gate, up, activation).to(output_at.dtype.element_ty)
@@ -150,6 +162,7 @@ def _add_products(
     x_at,
     weight_at,
     scales_at,
+    bias_at,
     ids_at,
     shares_at,
     output_at,
@@ -172,6 +185,7 @@ def _add_products(
     source = tl.where(column < n, column, 0)
     inputs = tl.zeros_like(source)[:, None] + tl.arange(0, depth)[None, :]
     products = tl.zeros([columns, depth], tl.float32)
+    biases = tl.zeros([columns], tl.float32)
     for rank in tl.static_range(top_k):
         pair = token * top_k + rank
         expert = tl.load(ids_at + pair) - first
@@ -179,6 +193,8 @@ def _add_products(
         share = tl.load(shares_at + pair)
         row = tl.where(is_own, expert, 0).to(tl.int64) * n + source
         weights_at = weight_at + row[:, None] * k
+        if bias_at is not None:
+            biases += share * tl.load(bias_at + row, mask=is_own & (column < n), other=0.0).to(tl.float32)
         factor = share
         if scales_at is not None and not by_block:
             factor = (share * tl.load(scales_at + row))[:, None]
@@ -191,7 +207,7 @@ def _add_products(
                 blocks = (row // group * (k // group))[:, None] + (begin + inputs) // group
                 part_w *= tl.load(scales_at + blocks, mask=is_input, other=0.0)
             products += part_w * (part_x.to(tl.float32) * factor)
-    result = tl.sum(products, 1)
+    result = tl.sum(products, 1) + biases
     output_at += token * n + column
     if adds:
         result += tl.load(output_at, mask=column < n, other=0.0).to(tl.float32)

@@ -72,12 +72,14 @@ class GroupedProducts:
         sources: Tensor | None = None,
         per_source: int = 1,
         scales: GroupScales | None = None,
+        bias: Tensor | None = None,
     ) -> None:
         """Computes x Wᵀ of each expert's rows, finished, into the same rows of the output; further rows stay unset.
 
         x: [r, k]; weight: [experts, n, k]; ends: int32 [experts]; output: [r, n], or [r, n / 2] if it is gated.
         finish: `STORE`, or an activation of the first half's outputs, times the second's. sources: int32 [r]; row r is
         then of x[sources[r] // per_source]. scales: of x and weight in E4M3; the output then is of another dtype.
+        bias: [experts, n], of products before they are finished.
         """
         num_experts, n, k = weight.shape
         is_gated = finish != STORE
@@ -102,6 +104,7 @@ class GroupedProducts:
             output,
             None if scales is None else scales.x,
             None if scales is None else scales.weight,
+            bias,
             0 if scales is None else scales.x.stride(0),
             0 if scales is None else scales.x.stride(1),
             per_source=per_source,
@@ -137,6 +140,7 @@ def _multiply(
     output_at,
     x_scales_at,
     scales_at,
+    bias_at,
     token_stride,
     group_stride,
     per_source: tl.constexpr,
@@ -218,6 +222,8 @@ def _multiply(
                 total = tl.dot(part_x, part_w.T, total, input_precision="ieee")
         if x_scales_at is not None and not by_block:
             total *= tl.load(x_row_scales_at)[:, None] * tl.load(own_scales_at)[None, :]
+        if bias_at is not None:
+            total += tl.load(bias_at + own.to(tl.int64) * matrices * outputs + column)[None, :].to(tl.float32)
         if is_gated:
             if copies:
                 gate, up = total.reshape(rows, 2, columns).permute(0, 2, 1).split()

@@ -93,21 +93,23 @@ class ExpertKernels:
         """Computes the mixture of routed tokens [t, hidden] into the output [t, hidden], or adds it there."""
         gate_up, down, first = experts.gate_up, experts.down, experts.first
         if plan.gated is None:
-            inner = few_tokens.multiply_gated(x, gate_up, routes, first, experts.activation, experts.gate_up_scales)
-            few_tokens.add_products(inner, down, routes, first, output, adds, experts.down_scales)
+            of_gate, of_down = (experts.gate_up_scales, experts.gate_up_bias), (experts.down_scales, experts.down_bias)
+            inner = few_tokens.multiply_gated(x, gate_up, routes, first, experts.activation, *of_gate)
+            few_tokens.add_products(inner, down, routes, first, output, adds, *of_down)
             return
         placement = place(routes, first, len(gate_up))
         pairs, ends = placement.pairs, placement.ends
         inner = x.new_empty(len(pairs), down.shape[2])
         x, scales = _quantize(x, experts.gate_up_scales)
-        self._products.multiply(x, gate_up, ends, inner, experts.activation, plan.gated, pairs, experts.top_k, scales)
+        finish, bias = experts.activation, experts.gate_up_bias
+        self._products.multiply(x, gate_up, ends, inner, finish, plan.gated, pairs, experts.top_k, scales, bias)
         if plan.down is None:
             products = F.grouped_mm(inner, down.transpose(1, 2), offs=ends)
         else:
             products = output.new_empty(len(pairs), output.shape[1])
             inner, scales = _quantize(inner, experts.down_scales)
             self._products.multiply(inner, down, ends, products, STORE, plan.down, scales=scales)
-        add_by_token(products, routes, placement, output, adds)
+        add_by_token(products, routes, placement, output, adds, experts.down_bias, first)
 
     def _find_plan(self, num_tokens: int, num_experts: int, experts: ExpertWeights) -> ExpertPlan:
         if self._invariant:

@@ -11,12 +11,34 @@ from toka_async.kernels.experts.routing import Placement, Routes
 _BLOCK = 1024
 
 
-def add_by_token(values: Tensor, routes: Routes, placement: Placement, output: Tensor, adds: bool) -> None:
-    """Sums [r, n], a row for each place, in float32 into the output [t, n], or adds the sum to it."""
+def add_by_token(
+    values: Tensor,
+    routes: Routes,
+    placement: Placement,
+    output: Tensor,
+    adds: bool,
+    bias: Tensor | None = None,
+    first: int = 0,
+) -> None:
+    """Sums [r, n], a row for each place, in float32 into the output [t, n], or adds the sum to it.
+
+    bias: [experts, n], what an expert adds to its values; of the rank's experts, from number `first` on.
+    """
     (num_tokens, n), top_k = output.shape, routes.ids.shape[1]
     block = min(_BLOCK, triton.next_power_of_2(n))
     _add_by_token[(num_tokens, triton.cdiv(n, block))](
-        values, placement.places, routes.shares, output, n=n, top_k=top_k, adds=adds, block=block, num_warps=4
+        values,
+        placement.places,
+        routes.ids,
+        routes.shares,
+        bias,
+        output,
+        first=first,
+        n=n,
+        top_k=top_k,
+        adds=adds,
+        block=block,
+        num_warps=4,
     )
 
 
@@ -24,8 +46,11 @@ def add_by_token(values: Tensor, routes: Routes, placement: Placement, output: T
 def _add_by_token(
     values_at,
     places_at,
+    ids_at,
     shares_at,
+    bias_at,
     output_at,
+    first: tl.constexpr,
     n: tl.constexpr,
     top_k: tl.constexpr,
     adds: tl.constexpr,
@@ -40,8 +65,11 @@ def _add_by_token(
     for rank in tl.static_range(top_k):
         place = tl.load(places_at + token * top_k + rank).to(tl.int64)
         share = tl.load(shares_at + token * top_k + rank)
-        values = tl.load(values_at + place * n + column, mask=is_column & (place >= 0), other=0.0)
-        total += share * values.to(tl.float32)
+        values = tl.load(values_at + place * n + column, mask=is_column & (place >= 0), other=0.0).to(tl.float32)
+        if bias_at is not None:
+            row_at = bias_at + (tl.load(ids_at + token * top_k + rank).to(tl.int64) - first) * n
+            values += tl.load(row_at + column, mask=is_column & (place >= 0), other=0.0).to(tl.float32)
+        total += share * values
     if adds:
         total += tl.load(output_at, mask=is_column, other=0.0).to(tl.float32)
     tl.store(output_at, total.to(output_at.dtype.element_ty), mask=is_column)

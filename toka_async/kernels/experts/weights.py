@@ -14,7 +14,8 @@ class ExpertWeights:
     gate_up: [own experts, 2 * inner, hidden]; down: [own experts, hidden, inner]; in E4M3 with scales in float32, of
     rows [own experts, n] or of blocks [own experts, n / BLOCK, k / BLOCK], see `GroupScales`. top_k: of a token.
     renormalizes: their shares add up to 1. loads: int64 [experts], the tokens that chose each expert; None: uncounted.
-    counted: int32 [1], how many tokens of a step count, the others being padding; None: all.
+    counted: int32 [1], how many tokens of a step count, the others being padding; None: all. gate_up_bias [own experts,
+    2 * inner], down_bias [own experts, hidden]: None where experts have none; of a down bias, where other ranks add it.
     """
 
     gate_up: Tensor
@@ -27,3 +28,5 @@ class ExpertWeights:
     counted: Tensor | None = None
     gate_up_scales: Tensor | None = None
     down_scales: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None

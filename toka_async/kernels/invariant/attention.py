@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toka_async.kernels.decode import LOG2E
+from toka_async.kernels.decode import LOG2E, load_sinks
 from toka_async.kernels.stored import choose_operand, to_operand
 
 
@@ -52,13 +52,14 @@ def attend_tiles(
     window: int,
     config: QueryTile,
     value_scale: float = 1.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """Writes causal attention of the tiles' queries to output; both are [tokens, heads, dim] and contiguous.
 
     keys, values [pages, kv_heads, page_size, dim]; page_table int32 [slots, width]; slots int64 [rows]. tiles int32 [n,
     4]: each tile's row, its first query, its number of queries (at most those of `config`) and the keys that the first
     query sees; each further query sees one more. A query sees the last `window` of them, 0: all.
-    value_scale: multiplies the result.
+    value_scale: multiplies the result. sinks [heads]: see `kernels.decode.decode_attention`.
     """
     num_heads, dim = query.shape[1:]
     kv_heads, page_size = keys.shape[1:3]
@@ -75,6 +76,7 @@ def attend_tiles(
         slots,
         tiles,
         output,
+        sinks,
         scale * LOG2E,
         1 / value_scale,
         window or _EVERYTHING,
@@ -107,6 +109,7 @@ def _attend_tile(
     slots,
     tiles,
     output,
+    sinks,
     scale,
     divisor,
     window,
@@ -147,6 +150,9 @@ def _attend_tile(
     top = tl.full([block_queries], -float("inf"), tl.float32)
     total = tl.zeros([block_queries], tl.float32)
     mixed = tl.zeros([block_queries, dim_pad], tl.float32)
+    if sinks is not None:
+        top = load_sinks(sinks, kv_head * group + in_tile % group, step < count)
+        total = tl.full([block_queries], 1.0, tl.float32)
     for start in range(low, high, block_keys):
         position = start + tl.arange(0, block_keys)
         page = tl.load(table + position // page_size, mask=position < high, other=0).to(tl.int64)

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toka_async.model.matrices.ops import Norm, TorchOps
+from toka_async.checkpoint.experts_spec import CLAMPED_SWIGLU, SWIGLU_ALPHA
+from toka_async.model.matrices.ops import Norm, TorchOps, clamp_gate
 
 ROWS = 16  # of a product; fewer waste less on few rows, more read the weights less often
 # MKL sums products of fewer than 12 outputs in an order that depends on the row's place, among rows and in memory.
@@ -34,6 +35,8 @@ class BlockedOps(TorchOps):
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
+        if activation == CLAMPED_SWIGLU:
+            gate, up = clamp_gate(gate, up)
         return _activate(gate.float(), activation).to(gate.dtype) * up
 
 
@@ -42,6 +45,8 @@ def _activate(x: Tensor, activation: str) -> Tensor:
 
     `F.silu` and `F.gelu` do not: what an element becomes depends on its place in memory.
     """
+    if activation == CLAMPED_SWIGLU:
+        return x / (1 + torch.exp(-SWIGLU_ALPHA * x))
     if activation == "silu":
         return x / (1 + torch.exp(-x))
     if activation == "gelu":

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toka_async.attention.rope import compute_rotation
+from toka_async.checkpoint.experts_spec import CLAMPED_SWIGLU, SWIGLU_ALPHA, SWIGLU_LIMIT
 from toka_async.kernels.experts.weights import ExpertWeights
 from toka_async.kernels.scaled_weight import ScaledOps
 from toka_async.model.matrices.torch_experts import mix_experts
@@ -44,7 +45,7 @@ class Ops(Protocol):
         ...
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        """[t, 2 * inner] to [t, inner]: the first half's activation (`ACTIVATIONS`) times the second half."""
+        """[t, 2 * inner] to [t, inner]: what `GATES` make of the halves, most of them activation(first) * second."""
         ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None) -> Tensor:
@@ -89,8 +90,7 @@ class TorchOps:
         return F.rms_norm(wide, weight.shape, weight, eps).to(x.dtype), x
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return ACTIVATIONS[activation](gate) * up
+        return GATES[activation](*gate_up.chunk(2, dim=-1))
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None) -> Tensor:
         if norm is not None:
@@ -111,8 +111,19 @@ class TorchOps:
         return mix_experts(self, x, logits, experts, residual)
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
+def clamp_gate(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the halves as `CLAMPED_SWIGLU` multiplies them, the first of them with its sigmoid."""
+    return gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": _gelu_tanh}
+def _gate_clamped(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = clamp_gate(gate, up)
+    return gate * torch.sigmoid(SWIGLU_ALPHA * gate) * up
+
+
+GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": lambda gate, up: F.silu(gate) * up,
+    "gelu": lambda gate, up: F.gelu(gate) * up,
+    "gelu_pytorch_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    CLAMPED_SWIGLU: _gate_clamped,
+}

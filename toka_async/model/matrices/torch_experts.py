@@ -38,12 +38,17 @@ def mix_experts(ops: Ops, x: Tensor, logits: Tensor, experts: ExpertWeights, res
         token, rank = torch.where(ids == experts.first + place)
         if len(token):
             gate_up = _read(experts.gate_up, experts.gate_up_scales, place, x.dtype)
-            inner = ops.gated_linear(x[token], gate_up, None, experts.activation)
-            products[token, rank] = ops.linear(inner, _read(experts.down, experts.down_scales, place, x.dtype))
+            inner = ops.gated_linear(x[token], gate_up, _read_bias(experts.gate_up_bias, place), experts.activation)
+            down = _read(experts.down, experts.down_scales, place, x.dtype)
+            products[token, rank] = ops.linear(inner, down, _read_bias(experts.down_bias, place))
     total = torch.zeros_like(x, dtype=shares.dtype)
     for share, product in zip(shares.unbind(1), products.unbind(1), strict=True):
         total += share[:, None] * product
     return (total if residual is None else total + residual).to(x.dtype)
+
+
+def _read_bias(bias: Tensor | None, place: int) -> Tensor | None:
+    return None if bias is None else bias[place]
 
 
 def _read(weight: Tensor, scales: Tensor | None, place: int, dtype: torch.dtype) -> Tensor:

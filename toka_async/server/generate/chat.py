@@ -58,6 +58,7 @@ from toka_async.text.formats.choice import ResponseFormat
 from toka_async.text.formats.output_grammar import CallRules, GrammarTokens, UnwritableError
 from toka_async.text.formats.parser import Call, Parsed, ResponseParser
 
+SWITCHES = ("enable_thinking", "thinking")  # names by which chat templates know whether the model is to think
 MAX_END = 256  # tokens of a prompt whose text shows what it has of the answer already
 
 
@@ -175,15 +176,18 @@ def one_chat(
 
 
 def template_kwargs(service: Service, wire: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """By either of their names, and the effort of reasoning, if the template knows it."""
+    """By either of their names, and the effort of reasoning as the template knows it: a word, or whether to think."""
     other = wire.apply_chat_template_overrides if isinstance(wire, ChatRequest) else {}
     if other and wire.chat_template_kwargs:
         name = "apply_chat_template_overrides"
         raise bad_request(f"'{name}' and chat_template_kwargs are the same; give one", param=name)
     kwargs = wire.chat_template_kwargs or other
     effort = wire.reasoning_effort if isinstance(wire, ChatRequest) else None
-    if effort is None or (not (knows := service.template_names("reasoning_effort")) and effort == "none"):
+    if effort is None:
         return kwargs
+    knows = service.template_names("reasoning_effort")
+    if effort == "none" and not knows:
+        return {**{name: False for name in SWITCHES if service.template_names(name)}, **kwargs}
     if not knows or "reasoning_effort" in kwargs:
         why = "chat_template_kwargs has it too" if knows else "the chat template does not know it; leave it out"
         raise bad_request(f"'reasoning_effort': {why}", param="reasoning_effort", code="unsupported_parameter")

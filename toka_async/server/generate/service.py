@@ -442,12 +442,14 @@ def stop_token(generation: GenerationParams, rows: TokenRows, reason: Reason) ->
 
 
 def make_defaults(
-    model: GenerationDefaults, end_ids: Sequence[int], logprob_kind: LogprobKind = LogprobKind.RAW
+    model: GenerationDefaults, tokenizer: Tokenizer, logprob_kind: LogprobKind = LogprobKind.RAW
 ) -> Defaults:
-    """The model's own defaults, OpenAI's where it has no opinion. `end_ids` are taken where it names no end token."""
+    """The model's own defaults, OpenAI's where it has no opinion. The tokenizer's end is taken where it names none."""
+    own_end = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     given = {name: getattr(model, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
     return Defaults(
         **{name: value for name, value in given.items() if value is not None},
-        end_ids=model.eos_token_ids or tuple(end_ids),
+        end_ids=model.eos_token_ids or own_end,
         logprob_kind=logprob_kind,
+        special_tokens=tokenizer.marks,
     )

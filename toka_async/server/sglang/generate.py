@@ -81,7 +81,7 @@ async def prepare_parts(service: Service, wire: SglangRequest) -> tuple[list[Pre
     names = name_prompts(wire.rid, len(given), is_one=is_single(wire))
     prepared, num_bytes = [], 0
     for part in parts:
-        generation = sglang_generation(wire, part.wish, service.limits_of(ready), service.defaults.end_ids)
+        generation = sglang_generation(wire, part.wish, service.limits_of(ready), service.defaults)
         limits = service.limits_of(ready, generation.n)
         chosen: list[Prompt] = [given[place] for place in part.places]
         prompts = await service.encode(chosen, True, param, generation, limits)
@@ -105,9 +105,7 @@ def check_bytes(num_bytes: int, max_mb: int) -> None:
         )
 
 
-def sglang_generation(
-    wire: SglangRequest, wish: Wish, limits: RequestLimits, end_ids: tuple[int, ...]
-) -> GenerationParams:
+def sglang_generation(wire: SglangRequest, wish: Wish, limits: RequestLimits, own: Defaults) -> GenerationParams:
     """Raises ApiError (400), which names the field. Defaults are SGLang's; only the end tokens are the model's."""
     sampling = wish.sampling
     fields = GenerationFields(
@@ -130,6 +128,7 @@ def sglang_generation(
         json_schema=sampling.json_schema or None,
         regex=sampling.regex or None,
         ebnf=sampling.ebnf or None,
+        structural_tag=sampling.structural_tag or None,
         stream=wire.stream,
         return_token_ids=True,
         return_weight_versions=True,
@@ -140,7 +139,7 @@ def sglang_generation(
     num_logprobs = num_top if wish.logprobs else -1
     of_prompt = num_top if wish.start >= 0 else -1
     # SGLang's log-probs of samples are those at their temperature; those of prompts are the model's.
-    defaults = Defaults(end_ids=end_ids, logprob_kind=LogprobKind.TEMPERATURE)
+    defaults = Defaults(end_ids=own.end_ids, special_tokens=own.special_tokens, logprob_kind=LogprobKind.TEMPERATURE)
     made = build_generation(fields, limits, defaults, sampling.max_new_tokens, num_logprobs, of_prompt, False)
     made = replace(made, sampling=replace_sampling(made.sampling, prompt_temperature=1.0))
     repeats_prompt = of_prompt >= 0 or wire.return_prompt_token_ids

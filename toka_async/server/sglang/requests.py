@@ -45,7 +45,6 @@ class SglangSampling(WireRequest, frozen=True, kw_only=True):
 
     unsupported: ClassVar[Unsupported] = {
         "stop_regex": ([], ""),
-        "structural_tag": ("",),
         "beam_width": (1,),
         "custom_params": ({},),
         "stream_interval": (1,),
@@ -74,6 +73,7 @@ class SglangSampling(WireRequest, frozen=True, kw_only=True):
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
+    structural_tag: str | None = None
 
 
 class SglangRequest(WireRequest, frozen=True, kw_only=True):

@@ -88,7 +88,7 @@ def tokens_generation(wire: TokensRequest, limits: RequestLimits, own: Defaults)
         return_weight_versions=True,
     )
     num_logprobs = count_logprobs(sampling.logprobs, limits, "sampling_params.logprobs")
-    defaults = Defaults(end_ids=own.end_ids, logprob_kind=own.logprob_kind)
+    defaults = Defaults(end_ids=own.end_ids, logprob_kind=own.logprob_kind, special_tokens=own.special_tokens)
     made = build_generation(fields, limits, defaults, sampling.max_tokens, num_logprobs, -1, False)
     return replace_params(made, has_text=has_text)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from toka_async.grammars.lark import rename_start
 from toka_async.text.formats.format import Format, new_call_id
 from toka_async.text.formats.harmony import HARMONY
 from toka_async.text.formats.hermes import HERMES
@@ -18,7 +19,6 @@ from toka_async.text.formats.output_grammar import (
     Thought,
     UnwritableError,
     allow_thought,
-    rename_start,
     write_any_text,
 )
 from toka_async.text.formats.parser import Parameters, ResponseParser

@@ -5,14 +5,13 @@ The recipient may stand in the channel's header or, as gpt-oss also writes it, b
 
 from __future__ import annotations
 
-from toka_async.grammars.lark import write_json, write_text
+from toka_async.grammars.lark import rename_start, write_json, write_text
 from toka_async.text.formats.format import Format
 from toka_async.text.formats.output_grammar import (
     CallRules,
     GrammarTokens,
     Thought,
     UnwritableError,
-    rename_start,
 )
 
 ENDS = ["<|end|>", "<|return|>", "<|call|>"]

@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from toka_async.grammars.lark import GUIDANCE, write_json
+from toka_async.grammars.lark import GUIDANCE, rename_start, write_json
 
-START = re.compile(r"^start\s*:", re.MULTILINE)
 SPECIAL = re.compile(r"(<\|\w+\|>)")
 SPACING = ("whitespace_pattern", "whitespace_flexible", "item_separator", "key_separator")  # options of llguidance
 ANY_TEXT = r"/(.|\n)*/"
@@ -99,11 +98,6 @@ class CallRules:
         given = [[each.get(key) if isinstance(each, Mapping) else None for key in SPACING] for each in found]
         if any(each != given[0] for each in given):
             raise UnwritableError(f"the options of white space in {GUIDANCE!r} must be the same in all tools")
-
-
-def rename_start(grammar: str, name: str) -> str:
-    """Makes a grammar's start an ordinary rule, so that another grammar can use it."""
-    return START.sub(f"{name}:", grammar, count=1)
 
 
 def allow_thought(

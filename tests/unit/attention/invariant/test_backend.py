@@ -52,7 +52,10 @@ def make_tokens(positions: list[int], row: int) -> tuple[Tensor, tuple[Tensor, T
 
 
 def run_step(
-    attention: PagedAttention | TokenAttention, rows: list[tuple[int, int, int]], graph: bool = False
+    attention: PagedAttention | TokenAttention,
+    rows: list[tuple[int, int, int]],
+    graph: bool = False,
+    sinks: Tensor | None = None,
 ) -> list[Tensor]:
     """Attends (row, tokens before, tokens) of each row; those of one token decode and come first."""
     num_decode = sum(count == 1 for _, _, count in rows)
@@ -67,7 +70,7 @@ def run_step(
         attention.plan(batch)
     parts = [make_tokens(list(range(before, before + count)), row) for row, before, count in rows]
     cos, sin = (torch.cat([rotation[i] for _, rotation in parts]) for i in (0, 1))
-    output = attention.attend(0, torch.cat([heads for heads, _ in parts]), (cos, sin))
+    output = attention.attend(0, torch.cat([heads for heads, _ in parts]), (cos, sin), sinks=sinks)
     return [*torch.split(output, [count for _, _, count in rows])]
 
 
@@ -88,11 +91,13 @@ def test_cuts_and_neighbours_change_no_bit(window: int, data: st.DataObject, len
     assert torch.equal(torch.cat(outputs), alone)
 
 
-@pytest.mark.parametrize("window", [0, 9])
-def test_it_equals_attention_by_token(window: int) -> None:
+@pytest.mark.parametrize(("window", "has_sinks"), [(0, False), (9, False), (9, True)])
+def test_it_equals_attention_by_token(window: int, has_sinks: bool) -> None:
+    sinks = torch.linspace(-4, 4, HEADS, device=DEVICE) if has_sinks else None
     ours, theirs = make_paged(make_cache(), window), TokenAttention(make_cache(), HEADS, (window,))
     for rows in ([(0, 0, 17), (1, 0, 4)], [(0, 17, 1), (1, 4, 6)], [(0, 18, 1), (1, 10, 1)]):
-        for output, expected in zip(run_step(ours, rows), run_step(theirs, rows), strict=True):
+        exact = run_step(theirs, rows, sinks=sinks)
+        for output, expected in zip(run_step(ours, rows, sinks=sinks), exact, strict=True):
             torch.testing.assert_close(output, expected, atol=2e-5, rtol=1e-5)
 
 

@@ -31,13 +31,13 @@ def make_kernels(copies: bool = False, invariant: bool = False) -> ExpertKernels
 @pytest.mark.parametrize("plan", [STRAIGHT, GROUPED], ids=["straight", "grouped"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "top_k", "hidden", "inner", "renormalizes"),
+    ("num_tokens", "num_experts", "top_k", "hidden", "inner", "renormalizes", "is_clamped"),
     [
-        (1, 8, 2, 32, 24, True),
-        (2, 60, 4, 24, 12, False),
-        (5, 5, 2, 24, 20, True),
-        (2, 128, 8, 16, 16, True),
-        (3, 3, 3, 16, 8, False),
+        (1, 8, 2, 32, 24, True, False),
+        (2, 60, 4, 24, 12, False, False),
+        (5, 5, 2, 24, 20, True, True),
+        (2, 128, 8, 16, 16, True, False),
+        (3, 3, 3, 16, 8, False, False),
     ],
 )
 def test_it_equals_the_exact_mixture(
@@ -50,8 +50,9 @@ def test_it_equals_the_exact_mixture(
     hidden: int,
     inner: int,
     renormalizes: bool,
+    is_clamped: bool,
 ) -> None:
-    experts = make_experts(num_experts, top_k, hidden, inner, dtype, device, renormalizes)
+    experts = make_experts(num_experts, top_k, hidden, inner, dtype, device, renormalizes, is_clamped)
     x = draw(num_tokens, hidden, dtype=dtype, device=device)
     logits = draw(num_tokens, num_experts, dtype=dtype, device=device)
     kernels = make_kernels(copies=True)
@@ -70,8 +71,9 @@ def test_it_equals_the_exact_mixture(
 
 
 @pytest.mark.parametrize("plan", [STRAIGHT, GROUPED], ids=["straight", "grouped"])
-def test_ranks_with_parts_of_the_experts_add_up(device: torch.device, plan: ExpertPlan) -> None:
-    experts = make_experts(6, 3, 32, 16, torch.float32, device)
+@pytest.mark.parametrize("is_clamped", [False, True])
+def test_ranks_with_parts_of_the_experts_add_up(device: torch.device, plan: ExpertPlan, is_clamped: bool) -> None:
+    experts = make_experts(6, 3, 32, 16, torch.float32, device, is_clamped=is_clamped)
     x, logits = draw(4, 32, dtype=torch.float32, device=device), draw(4, 6, dtype=torch.float32, device=device)
     logits[:, 2:4] = -50.0  # no token chooses the second rank's
     total = torch.zeros_like(x)
@@ -93,7 +95,7 @@ def test_no_tokens(device: torch.device) -> None:
 def test_torch_may_multiply_the_second_matrices(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type == "cpu":
         monkeypatch.setattr(F, "grouped_mm", multiply_plainly)
-    experts = make_experts(4, 2, 32, 16, BF16, device)
+    experts = make_experts(4, 2, 32, 16, BF16, device, is_clamped=True)
     x, logits = draw(9, 32, dtype=BF16, device=device), draw(9, 4, dtype=BF16, device=device)
     kernels = make_kernels()
     kernels.use(experts, [9], [ExpertPlan(SMALL, None)])
@@ -112,7 +114,7 @@ def multiply_plainly(x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
 def test_weights_of_8_bits(device: torch.device, by_block: bool, num_tokens: int) -> None:
     """One token reads them as they are; inputs of several tokens are rounded too."""
     tile = GroupedTile(16, 64, 128, num_stages=2, num_warps=4)
-    dense = make_experts(4, 2, 128, 128, BF16, device)
+    dense = make_experts(4, 2, 128, 128, BF16, device, is_clamped=not by_block)
     size = (128, 128) if by_block else (1, 128)
     (gate_up, gate_up_scales), (down, down_scales) = (
         [torch.stack(part) for part in zip(*(quantize(each, *size) for each in weight), strict=True)]
@@ -127,7 +129,8 @@ def test_weights_of_8_bits(device: torch.device, by_block: bool, num_tokens: int
     logits = draw(num_tokens, 4, dtype=BF16, device=device)
     kernels = make_kernels()
     kernels.use(experts, [1, 12], [STRAIGHT, ExpertPlan(tile, tile)])
-    exact = TorchOps().mix_experts(x.float(), logits.float(), experts, None)
+    wide = {} if by_block else {name: getattr(experts, name).float() for name in ("gate_up_bias", "down_bias")}
+    exact = TorchOps().mix_experts(x.float(), logits.float(), replace(experts, **wide), None)
     output = kernels.mix(x, logits, experts, None)
     assert output.dtype == BF16
     assert float((output.float() - exact).norm() / exact.norm()) < (0.01 if num_tokens == 1 else 0.05)

@@ -20,7 +20,12 @@ SMALL = QueryTile(block_queries=16, block_keys=16, num_warps=4, num_stages=2)
 
 
 def attend(
-    case: PagedCase, query: torch.Tensor, cuts: list[list[int]], window: int, config: QueryTile = SMALL
+    case: PagedCase,
+    query: torch.Tensor,
+    cuts: list[list[int]],
+    window: int,
+    config: QueryTile = SMALL,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attends all tokens of all rows, each row cut into tiles of so many queries. query: [tokens, heads, dim]."""
     tiles, token = [], 0
@@ -33,7 +38,7 @@ def attend(
             token, seen = token + count, seen + count
     table = torch.tensor(tiles, dtype=torch.int32, device=DEVICE)
     output = torch.full_like(query, math.nan)
-    attend_tiles(query, *case.cache, table, output, SCALE * case.key_scale, window, config, case.value_scale)
+    attend_tiles(query, *case.cache, table, output, SCALE * case.key_scale, window, config, case.value_scale, sinks)
     return output
 
 
@@ -41,15 +46,15 @@ def cut(length: int, most: int) -> list[int]:
     return [min(most, length - first) for first in range(0, length, most)]
 
 
-def check(case: PagedCase, window: int, config: QueryTile) -> None:
+def check(case: PagedCase, window: int, config: QueryTile, sinks: torch.Tensor | None = None) -> None:
     query = case.normal(sum(case.lengths), case.heads, case.dim)
     most = config.count_queries(case.group)
-    output = attend(case, query, [cut(length, most) for length in case.lengths], window, config)
+    output = attend(case, query, [cut(length, most) for length in case.lengths], window, config, sinks)
     token = 0
     for row, length in enumerate(case.lengths):
         for end in range(1, length + 1):
             first = max(0, end - window) if window else 0
-            expected = case.attend(query[token], row, first, end, SCALE)[0].to(case.dtype)
+            expected = case.attend(query[token], row, first, end, SCALE, sinks)[0].to(case.dtype)
             tolerance = TOLERANCE[case.dtype] * case.value_scale
             torch.testing.assert_close(output[token], expected, atol=tolerance, rtol=tolerance)
             token += 1
@@ -78,6 +83,12 @@ def test_it_equals_attention_with_the_tile_that_is_used(dtype: torch.dtype) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_it_equals_attention_over_a_cache_in_e4m3(dtype: torch.dtype) -> None:
     check(PagedCase(0, [40], 16, 1, 3, 32, DEVICE, dtype, is_e4m3=True), 20, SMALL)
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_sinks(window: int) -> None:
+    case = PagedCase(0, [40, 3], 16, 2, 3, 16, DEVICE)
+    check(case, window, SMALL, 4 * case.normal(case.heads))
 
 
 @settings(max_examples=EXAMPLES, deadline=None)

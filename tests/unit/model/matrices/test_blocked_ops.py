@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from toka_async.checkpoint.experts_spec import CLAMPED_SWIGLU
 from toka_async.checkpoint.spec import ACTIVATIONS
 from toka_async.model.matrices.blocked_ops import BlockedOps
 from toka_async.model.matrices.ops import TorchOps
@@ -25,7 +26,7 @@ def compute_all(x: Tensor, residual: Tensor, weights: list[Tensor], activation: 
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, CLAMPED_SWIGLU])
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
@@ -58,7 +59,7 @@ def test_a_row_is_the_same_among_any_rows(
         assert torch.equal(ours[row : row + 1], theirs)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, CLAMPED_SWIGLU])
 @pytest.mark.parametrize("num_rows", [0, 1, 16, 37])
 def test_it_computes_what_torch_does(num_rows: int, activation: str) -> None:
     generator = torch.Generator().manual_seed(0)

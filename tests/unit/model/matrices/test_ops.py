@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from toka_async.checkpoint.experts_spec import CLAMPED_SWIGLU
 from toka_async.checkpoint.spec import ACTIVATIONS
 from toka_async.model.matrices.ops import TorchOps
 
@@ -22,6 +23,13 @@ def test_gate(activation: str) -> None:
     definition = DEFINITIONS[activation]
     expected = [[definition(gate) * up for gate, up in zip(row[:2], row[2:], strict=True)] for row in gate_up.tolist()]
     torch.testing.assert_close(TorchOps().gate(gate_up, activation), torch.tensor(expected))
+
+
+def test_a_clamped_gate() -> None:
+    """Both are limited, the gate from above only, and 1 is added to the second."""
+    gate_up = torch.tensor([[0.5, -8.0, 9.0, 2.0, -9.0, 8.0]])
+    expected = [gate / (1 + math.exp(-1.702 * gate)) * up for gate, up in ((0.5, 3.0), (-8.0, -6.0), (7.0, 8.0))]
+    torch.testing.assert_close(TorchOps().gate(gate_up, CLAMPED_SWIGLU), torch.tensor([expected]))
 
 
 def test_add_norm() -> None:

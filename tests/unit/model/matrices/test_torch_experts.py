@@ -11,10 +11,12 @@ from toka_async.model.matrices.torch_experts import choose_experts
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("renormalizes", [False, True])
+@pytest.mark.parametrize(("renormalizes", "is_clamped"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(1, 4, 2), (30, 7, 3), (5, 128, 8), (4, 3, 3)])
-def test_it_equals_the_exact_mixture(num_tokens: int, num_experts: int, top_k: int, renormalizes: bool) -> None:
-    experts = make_experts(num_experts, top_k, 24, 20, torch.float32, CPU, renormalizes)
+def test_it_equals_the_exact_mixture(
+    num_tokens: int, num_experts: int, top_k: int, renormalizes: bool, is_clamped: bool
+) -> None:
+    experts = make_experts(num_experts, top_k, 24, 20, torch.float32, CPU, renormalizes, is_clamped)
     x = draw(num_tokens, 24, dtype=torch.float32, device=CPU)
     logits = draw(num_tokens, num_experts, dtype=torch.float32, device=CPU)
     exact = mix_exactly(x, logits, experts)
@@ -45,8 +47,9 @@ def test_no_tokens() -> None:
     assert TorchOps().mix_experts(empty, empty[:, :4], experts, None).shape == (0, 16)
 
 
-def test_a_token_has_the_same_bits_alone() -> None:
-    experts = make_experts(6, 2, 40, 24, torch.float32, CPU)
+@pytest.mark.parametrize("is_clamped", [False, True])
+def test_a_token_has_the_same_bits_alone(is_clamped: bool) -> None:
+    experts = make_experts(6, 2, 40, 24, torch.float32, CPU, is_clamped=is_clamped)
     x, logits = draw(50, 40, dtype=torch.float32, device=CPU), draw(50, 6, dtype=torch.float32, device=CPU)
     mix = BlockedOps().mix_experts
     together = mix(x, logits, experts, x)

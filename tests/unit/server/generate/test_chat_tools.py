@@ -286,6 +286,24 @@ async def test_the_effort_of_reasoning_reaches_templates_that_know_it() -> None:
         assert (await server.error(PATH, body))["param"] == "reasoning_effort"
 
 
+@pytest.mark.parametrize(
+    ("template", "kwargs", "written"),
+    [
+        ("{{ messages[0].content }} {{ enable_thinking }}", {}, "hi False"),
+        ("{{ messages[0].content }} {{ thinking }}", {}, "hi False"),
+        ("{{ messages[0].content }} {{ enable_thinking }}", {"enable_thinking": True}, "hi True"),
+        ("{{ messages[0].content }}", {}, "hi"),
+    ],
+)
+async def test_no_effort_switches_thinking_off_where_the_template_can(
+    template: str, kwargs: dict[str, Any], written: str
+) -> None:
+    async with answering(template=template) as server:
+        body = {"messages": MESSAGES, "reasoning_effort": "none", "chat_template_kwargs": kwargs, "max_tokens": 1}
+        await server.ok(PATH, body)
+        assert prompt(server) == written
+
+
 async def test_the_format_can_be_configured() -> None:
     async with answering("[weather(city='x')]", "{{ tools }}", tool_format="pythonic") as server:
         answer = await server.ok(PATH, {"messages": MESSAGES, "tools": TOOLS})
