@@ -60,7 +60,7 @@ async def measure(model: Path, num_updates: int, overrides: list[str]) -> None:
                 num_tokens = sum(await asyncio.gather(*loads))
     num_each = max(1, (num_updates - WARM) // 4)  # in each group
     print(
-        f"{num_updates} updates, {num_tokens:,} tokens; updates {WARM + 1} to {WARM + num_each}, and the last {num_each}:"
+        f"{num_updates} updates, {num_tokens:,} tokens; updates {WARM + 1} to {WARM + num_each}, the last {num_each}:"
     )
     for name, values in (("seconds", seconds), ("CPU seconds of the server's processes", cpu)):
         early, late = (statistics.fmean(each) for each in (values[WARM : WARM + num_each], values[-num_each:]))
