@@ -59,6 +59,7 @@ from toka_async.startup.cache_size import (
     fit_limits,
     make_misfit_error,
 )
+from toka_async.startup.capture_trial import can_be_captured
 from toka_async.startup.compile_ahead import compile_ahead, count_compile_threads, list_compile_tasks
 from toka_async.startup.described import count_weight_bytes, describe_device
 from toka_async.startup.device import (
@@ -327,7 +328,18 @@ class RunnerFactory:
                     scales = read_cache_scales(weight_files(self.model_dir), self.part)
                     self.cache_format = replace(self.cache_format, scales=scales)
             self.stages.show(0, 0, "loaded; waiting for kernels that are compiled meanwhile")
+        if self.spec.impl != "native" and has_kernels(self.device) and self.config.graphs.enabled:
+            self._try_capture(decoder)
         return decoder
+
+    def _try_capture(self, decoder: RankModel) -> None:
+        """Leaves out graphs if a model's code, which is not ours, cannot be captured on every rank."""
+        width = 0 if self.part.is_first else self.spec.hidden_size
+        can_capture = can_be_captured(decoder, self.rank_spec.attention.num_heads, width, self.dtype, self.device)
+        if not self.groups.world.minimum(int(can_capture)):
+            logger.warning("the model's code cannot be captured in CUDA graphs: decoding takes longer")
+            graphs = msgspec.structs.replace(self.config.graphs, enabled=False)
+            self.config = msgspec.structs.replace(self.config, graphs=graphs)
 
     def _list_compile_tasks(self, decoder: RankModel, layouts: LayoutPolicy) -> list[Callable[[], None]]:
         """Lists what compiles kernels while weights load. Tensor ranks and other stages do not draw from all logits."""
