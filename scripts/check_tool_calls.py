@@ -71,10 +71,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--cuts", type=int, default=100)
+    parser.add_argument("--answers", type=int, help="so many, drawn at random; otherwise all")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     truths = list(read_truths(args.folder))
+    if args.answers is not None:
+        truths = Random(args.seed).sample(truths, args.answers)
     print(f"{len(truths)} answers, {sum(map(len, truths))} calls")
     failed = 0
     for name in args.formats:

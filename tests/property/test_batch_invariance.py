@@ -32,8 +32,9 @@ MODELS = {
     "llama-7-heads-linear": "bfloat16",
     "qwen2-derived-head": "bfloat16",
     "qwen3_moe-mixed-layers": "bfloat16",
+    "gpt_oss-window": "float32",
 }
-OFTEN = ("mistral-window", "qwen3_moe-mixed-layers")  # the others are slow, and add no kind of layer
+OFTEN = ("mistral-window", "qwen3_moe-mixed-layers")  # the others are slow
 REQUESTS = make_requests(12, longest=60, max_tokens=20)
 
 

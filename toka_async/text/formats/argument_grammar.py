@@ -112,7 +112,7 @@ def read_function(schema: Mapping[str, Any], strict: bool) -> Function:
     needed = [each for each in required if isinstance(each, str)] if isinstance(required, list) else []
     root = {**schema, **shared}
     arguments = [
-        Argument(name, resolve(properties.get(name, {}), root), name in needed)
+        Argument(name, _tidy(resolve(properties.get(name, {}), root), strict), name in needed)
         for name in dict.fromkeys([*properties, *needed])
     ]
     others = schema.get("additionalProperties", True)
@@ -120,6 +120,21 @@ def read_function(schema: Mapping[str, Any], strict: bool) -> Function:
     if function.has_others and others not in (True, {}):
         function.refuse("'additionalProperties' with a schema cannot be enforced in the model's format")
     return function
+
+
+def _tidy(schema: Any, strict: bool) -> Any:
+    """Leaves out the values of a schema none of which is of its type, as of lists whose items were meant."""
+    if strict or not isinstance(schema, dict) or not isinstance(schema.get("enum"), list) or _list_values(schema):
+        return schema
+    return {key: value for key, value in schema.items() if key != "enum"}
+
+
+def _list_values(schema: Mapping[str, Any]) -> list[Any]:
+    """Lists the values of a schema that are of its type."""
+    values = [schema["const"]] if "const" in schema else schema["enum"]
+    types = schema_types({"type": schema.get("type")})
+    names = {*types, *(["integer"] if "number" in types else [])}
+    return [each for each in values if not types or TYPES.get(type(each), "null") in names]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +167,7 @@ def _divide(schema: Any, function: Function, depth: int, found: list[tuple[str, 
     if not isinstance(schema, dict) or depth == 0:
         found.append(("any", {}))
     elif "const" in schema or isinstance(schema.get("enum"), list):
-        found += [("literal", value) for value in ([schema["const"]] if "const" in schema else schema["enum"])]
+        found += [("literal", value) for value in _list_values(schema)]
     elif name := next((each for each in CHOICES if isinstance(schema.get(each), list)), ""):
         choices = schema[name]
         types = [kind for choice in choices for kind in schema_types(choice)]

@@ -9,6 +9,7 @@ import pytest
 
 from tests.cases.grammars import END_IDS, accepts, load_marked
 from tests.cases.tool_calls import make_format, parse
+from toka_async.grammars.lark import GrammarError
 from toka_async.text.formats.output_grammar import CallRules, GrammarTokens, UnwritableError
 
 pytest.importorskip("llguidance")
@@ -125,6 +126,15 @@ def test_what_cannot_be_enforced_is_refused_under_strict_and_else_left_out(
     with pytest.raises(UnwritableError, match=word):
         write(name, parameters)
     load_marked()[1].check(write(name, parameters, strict=False))
+
+
+@pytest.mark.parametrize("name", ["pythonic", "qwen3_coder"])
+def test_values_of_another_type_than_the_schemas_are_left_out_unless_it_is_strict(name: str) -> None:
+    parameters = of({"type": "array", "items": {"type": "string"}, "enum": ["a"]})
+    text = '[f(x=["b"])]' if name == "pythonic" else tagged('<parameter=x>\n["b"]\n</parameter>\n')
+    assert accepts(write(name, parameters, strict=False), text)
+    with pytest.raises(GrammarError):
+        load_marked()[1].check(write(name, parameters))
 
 
 @pytest.mark.parametrize(
