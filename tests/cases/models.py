@@ -54,6 +54,7 @@ _ARCHITECTURES = {
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "mistral3": "Mistral3ForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
     "llama": "LlamaForCausalLM",
@@ -98,6 +99,19 @@ _OWN_FIELDS: dict[str, dict[str, Any]] = {
         "rope_theta": ...,
         "hidden_activation": "gelu_pytorch_tanh",
     },
+    "gemma4_text": {
+        "tie_word_embeddings": True,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "num_hidden_layers": 4,
+        "global_head_dim": 16,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "final_logit_softcapping": 5.0,
+        "hidden_size_per_layer_input": 0,
+        "rope_theta": ...,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
     "mistral3": {"sliding_window": None},
 }
 _OWN_FIELDS["gemma3"] = _OWN_FIELDS["gemma3_text"]
@@ -118,7 +132,7 @@ _NORMS = {
         *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
     ),
 }
-_NORMS["gemma3_text"] = _NORMS["gemma2"]
+_NORMS["gemma3_text"] = _NORMS["gemma4_text"] = _NORMS["gemma2"]
 _ADDS_ONE = ("gemma", "gemma2", "gemma3_text")  # their norms' weights are about 0
 
 _EXPERTS: dict[str, dict[str, Any]] = {
@@ -223,7 +237,16 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes["lm_head.weight"] = (vocab, hidden)
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
-        shapes |= {f"{prefix}.{name}": shape for name, shape in _attention_shapes(config, hidden).items()}
+        own = config
+        if config["model_type"] == "gemma4_text" and config["layer_types"][layer] == "full_attention":
+            own = config | {"head_dim": config["global_head_dim"]}
+            if config["attention_k_eq_v"]:
+                own["num_key_value_heads"] = config["num_global_key_value_heads"]
+        shapes |= {f"{prefix}.{name}": shape for name, shape in _attention_shapes(own, hidden).items()}
+        if config["model_type"] == "gemma4_text":
+            shapes[f"{prefix}.layer_scalar"] = (1,)
+            if own is not config and config["attention_k_eq_v"]:
+                del shapes[f"{prefix}.self_attn.v_proj.weight"]
         if has_experts(config, layer):
             shapes |= {f"{prefix}.{name}": shape for name, shape in _expert_shapes(config, hidden).items()}
         else:
@@ -286,7 +309,7 @@ def _attention_shapes(config: dict[str, Any], hidden: int) -> dict[str, tuple[in
             shapes[f"self_attn.{name}_proj.bias"] = shape[:1]
     if family == "gpt_oss":
         shapes["self_attn.sinks"] = (heads,)
-    if family in ("qwen3", "qwen3_moe", "gemma3_text"):
+    if family in ("qwen3", "qwen3_moe", "gemma3_text", "gemma4_text"):
         shapes |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
     if family in ("olmo2", "olmo3"):
         shapes |= {"self_attn.q_norm.weight": (wide,), "self_attn.k_norm.weight": (narrow,)}

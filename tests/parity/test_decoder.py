@@ -14,10 +14,12 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from tests.cases.models import LLAMA3_ROPE, MXFP4, heads, make_checkpoint
 from tests.drivers.paged_rows import PagedRow, run_rows
-from toka_async.attention.kv_cache import make_cache
-from toka_async.attention.reference import ReferenceAttention
+from toka_async.attention.kv_cache import make_caches
+from toka_async.bar import show_nothing
+from toka_async.checkpoint.limits import RankLimits
 from toka_async.checkpoint.spec import ModelSpec, read_spec
 from toka_async.model.weights import build_decoder, load_weights
+from toka_async.startup.rank_attention import AttentionSetup, build_rank_attention
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 FAST_YARN = YARN | {"truncate": False, "beta_fast": 16, "attention_factor": 1.3}
@@ -76,6 +78,8 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma2": {},
     "gemma3_text": {},
     "gemma3_text-linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_local_base_freq": 5000.0},
+    "gemma4_text": {},
+    "gemma4_text-values": {"attention_k_eq_v": False, "final_logit_softcapping": None},
     "mistral-yarn": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}, "num_attention_heads": 10},
 }
 
@@ -95,9 +99,10 @@ def run_ours(folder: Path, spec: ModelSpec, rows: list[PagedRow], page_size: int
     decoder = build_decoder(spec, dtype, device)
     load_weights(decoder, folder)
     num_pages = sum(-(-len(row.token_ids) // page_size) for row in rows)
-    cache = make_cache(spec, num_pages, page_size, dtype, device)
-    scores = spec.attention
-    attention = ReferenceAttention(cache, scores.num_heads, spec.windows, scores.scale, soft_cap=scores.soft_cap)
+    caches = make_caches(spec, num_pages, page_size, dtype, device)
+    limits = RankLimits(max_seqs=len(rows), max_tokens=1000, max_context=1000)
+    setup = AttentionSetup("reference", False, limits, None, with_flashinfer=False, show=show_nothing)
+    attention = build_rank_attention(spec, caches, setup).backend
     pages = np.random.default_rng(1).permutation(num_pages).tolist()
     run_rows(decoder, attention, rows, page_size, iter(pages))
 

@@ -39,6 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {},
     "gemma2": {},
     "gemma3_text": {},
+    "gemma4_text": {"num_global_key_value_heads": 2},
 }
 NUM_TOKENS = 12
 NEAR = 1e-4  # of log-probs, and of logits that tie

@@ -24,6 +24,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": heads(5, 1, 40, attention_bias=True),
     "phi3": {},
     "glm4": {},
+    "gemma4_text": {},
     "qwen3_moe-mixed-layers": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
     "mixtral-transformers": {},
     "gpt_oss": {},

@@ -36,6 +36,7 @@ COVERED = {
     ],
     "unit/transformers/test_describe.py": ["checkpoint/foreign_spec", "transformers/loading", "transformers/probe"],
     "parity/test_weight_updates.py": ["weights/catalog", "weights/checksums", "weights/update"],
+    "parity/test_families.py": ["startup/rank_attention"],
     "parity/test_decoder.py": ["kernels/activation", "model/attention", "model/layers", "model/mixer"],
     "unit/attention/test_paged.py": ["attention/triton"],
     "unit/attention/test_reference.py": ["attention/blocks", "attention/copies"],

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -135,7 +135,7 @@ def view_numbers(stored: Tensor) -> Tensor:
     return stored.view(torch.uint8) if stored.dtype == E4M3 else stored
 
 
-def make_cache(
+def make_caches(
     spec: ModelSpec,
     num_pages: int,
     page_size: int,
@@ -144,11 +144,24 @@ def make_cache(
     show: Show = show_nothing,
     stored: CacheFormat | None = None,
     can_sleep: bool = False,
+) -> list[KVCache]:
+    """Makes a `KVCache` for each kind of attention (`ModelSpec.attention_kinds`). spec: of the rank's layers."""
+    caches = []
+    for kind, layers in spec.attention_kinds.items():
+        own = stored
+        if stored is not None and stored.scales:
+            own = CacheFormat(stored.dtype, tuple(stored.scales[layer] for layer in layers))
+        shape = len(layers), num_pages, kind.num_kv_heads, page_size, kind.head_dim
+        caches.append(KVCache(*shape, dtype, device, show, own, can_sleep))
+    return caches
+
+
+def make_cache(
+    spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device, **options: Any
 ) -> KVCache:
-    """Makes the cache of a model's layers that keep keys and values, see `KVCache`. spec: of the rank's layers."""
-    attention = spec.attention
-    shape = len(spec.attentions), num_pages, attention.num_kv_heads, page_size, attention.head_dim
-    return KVCache(*shape, dtype, device, show, stored, can_sleep)
+    """Makes the one cache of a model whose layers are of one kind, see `make_caches`."""
+    (cache,) = make_caches(spec, num_pages, page_size, dtype, device, **options)
+    return cache
 
 
 def bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:

@@ -64,7 +64,10 @@ def compute_frequencies(spec: RopeSpec, dim: int) -> Tensor:
     """
     turned = spec.count_turned(dim)
     frequencies = torch.zeros(dim // 2, dtype=torch.float32, device="cpu")
-    frequencies[: turned // 2] = _compute_turning(spec, turned)
+    if spec.kind == "proportional":
+        frequencies[: turned // 2] = _compute_turning(spec, dim)[: turned // 2]
+    else:
+        frequencies[: turned // 2] = _compute_turning(spec, turned)
     return frequencies
 
 

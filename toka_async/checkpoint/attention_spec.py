@@ -31,6 +31,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, tag="attention", kw_only=True):
     of nothing in its softmax; of all layers or none. gated: outputs are multiplied with the sigmoid of a gate of the
     query's projection. bias: query, key and value projections have one. output_bias: the output projection has one.
     fused: the name of the one tensor that checkpoints have for queries, keys and values; empty: each has its own.
+    values_are_keys: values are what the key projection makes, before keys are normed and turned. value_norm: RMSNorm of
+    value heads, without weights.
     """
 
     num_heads: int
@@ -46,10 +48,26 @@ class AttentionSpec(msgspec.Struct, frozen=True, tag="attention", kw_only=True):
     output_bias: bool = False
     head_norm: HeadNormSpec | None = None
     fused: str = ""
+    values_are_keys: bool = False
+    value_norm: bool = False
 
     @property
     def score_scale(self) -> float:
         return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def kind(self) -> AttentionSpec:
+        """Returns what layers have in common that share a cache and a backend."""
+        return AttentionSpec(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rope=None,
+            scale=self.scale,
+            soft_cap=self.soft_cap,
+            sinks=self.sinks,
+            head_norm=self.head_norm,
+        )
 
     @property
     def cached_values(self) -> int:
@@ -75,9 +93,10 @@ class AttentionSpec(msgspec.Struct, frozen=True, tag="attention", kw_only=True):
         order = () if self.rope is None else self.rope.order_head(self.head_dim)
         queries, keys = (Units(count, self.head_dim, order) for count in (self.num_heads, self.num_kv_heads))
         values, hidden = Units(self.num_kv_heads, self.head_dim), Units(hidden_size)
+        value_name = "self_attn.k_proj" if self.values_are_keys else "self_attn.v_proj"
         return (
             MatrixSpec(
-                names=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+                names=("self_attn.q_proj", "self_attn.k_proj", value_name),
                 outputs=(queries, keys, values),
                 inputs=hidden,
                 split="outputs",

@@ -15,7 +15,7 @@ from toka_async.checkpoint.layer_spec import NormNames
 from toka_async.checkpoint.rope_spec import RopeDefaults
 
 Windows = Literal["none", "all", "all_if_used", "by_layer", "by_type", "by_type_if_used"]
-Scales = Literal["none", "granite", "gemma"]
+Scales = Literal["none", "granite", "gemma", "gemma4"]
 
 # Where norms stand that follow both halves of a layer, and those that stand on both sides.
 AFTER = NormNames("", "post_attention_layernorm", "", "post_feedforward_layernorm")
@@ -53,7 +53,9 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     layers without. windows: all_if_used: `use_sliding_window`; by_layer: also `max_window_layers`, `layer_types`;
     by_type: `layer_types`, and without them all but each `period`th layer (0: all layers); by_type_if_used: likewise if
     `use_sliding_window`, and without types those without a rope. scales: whose fields of scales and soft caps the
-    configuration has. tied: logits are by the embedding, where it is not said.
+    configuration has. tied: logits are by the embedding, where it is not said. heads_by_type: layers that see all have
+    heads of `global_head_dim`, and maybe no values of their own. value_norm, scalar: see `AttentionSpec`, `LayerSpec`.
+    refused: fields that must be 0, false or absent, and their values where they are not said.
     """
 
     max_positions: int
@@ -81,6 +83,10 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     scales: Scales = "none"
     soft_caps: tuple[float, float] = (0.0, 0.0)  # of scores and of logits, where none are named
     tied: bool = False
+    heads_by_type: bool = False
+    value_norm: bool = False
+    scalar: str = ""
+    refused: tuple[tuple[str, int], ...] = ()
     experts: ExpertsFamily | None = None
     bos_token_ids: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
@@ -332,7 +338,30 @@ FAMILIES: dict[str, Family] = {
         bos_token_ids=(2,),
         eos_token_ids=(1,),
     ),
+    "gemma4_text": Family(
+        max_positions=131072,
+        num_kv_heads=4,
+        head_dim=256,
+        qkv_bias=None,
+        output_bias=None,
+        activation="gelu_pytorch_tanh",
+        head_norm=HeadNormSpec(),
+        norms=GEMMA,
+        rope=RopeDefaults(theta=1e6, kind="proportional", part=0.25, local_theta=10000.0),
+        ropes_by_type=True,
+        windows="by_type",
+        window=512,
+        period=6,
+        scales="gemma4",
+        tied=True,
+        heads_by_type=True,
+        value_norm=True,
+        scalar="layer_scalar",
+        refused=(("hidden_size_per_layer_input", 256), ("num_kv_shared_layers", 0), ("enable_moe_block", 0)),
+        bos_token_ids=(2,),
+        eos_token_ids=(1,),
+    ),
 }
 
 # Models with several parts, of which the text part is run: what its own `model_type` is if it does not say.
-TEXT_PARTS = {"mistral3": "mistral", "gemma3": "gemma3_text"}
+TEXT_PARTS = {"mistral3": "mistral", "gemma3": "gemma3_text", "gemma4": "gemma4_text"}

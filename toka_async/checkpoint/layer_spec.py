@@ -91,6 +91,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
     mixer: MixerSpec
     feed: FeedSpec
     norms: NormNames = NormNames()
+    scalar: str = ""  # the name of a number that all of the layer's result is multiplied with; empty: there is none
     format: str = "dense"  # of its matrices, see `MatrixSpec`
     exempt: tuple[str, ...] = ()  # names of matrices that are dense in any case
 

@@ -43,7 +43,8 @@ class Units(msgspec.Struct, frozen=True):
 class MatrixSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Matrices of a checkpoint that have one input, multiplied as one matrix with their outputs side by side.
 
-    fused: the checkpoint has all of them as one tensor of this name; empty: each by itself.
+    fused: the checkpoint has all of them as one tensor of this name; empty: each by itself. Neighbours of one name are
+    made of the same tensor, each in its order.
     """
 
     names: tuple[str, ...]  # of each in its layer, without what follows the last point: "self_attn.q_proj"
@@ -69,6 +70,7 @@ class MatrixSpec(msgspec.Struct, frozen=True, kw_only=True):
         if quantization is None or quantization.scaling != "block":
             return True
         is_split = any(units.order and BLOCK % units.size for units in self.outputs)  # values would change their block
+        is_split = is_split or len(set(self.names)) < len(self.names)
         return not is_split and not any(units.total % BLOCK for units in (*self.outputs, self.inputs))
 
     def count_bytes(self, itemsize: int) -> int:

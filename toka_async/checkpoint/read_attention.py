@@ -31,13 +31,15 @@ def read_scales(file: JsonFile, family: Family, hidden_size: int) -> ModelScales
             logits=1 / _read_positive(file, "logits_scaling", 1.0),
             scores=file.number("attention_multiplier", 1.0),
         )
-    if family.scales == "gemma":
+    if family.scales in ("gemma", "gemma4"):
         of_scores, of_logits = (
             file.number(name, default) if file.fields.get(name, default) is not None else 0.0
             for name, default in zip(
                 ("attn_logit_softcapping", "final_logit_softcapping"), family.soft_caps, strict=True
             )
         )
+        if family.scales == "gemma4":
+            return ModelScales(embedding=hidden_size**0.5, scores=1.0, logits_soft_cap=of_logits)
         has_scalar = file.has("query_pre_attn_scalar")
         return ModelScales(
             embedding=hidden_size**0.5,
@@ -57,7 +59,7 @@ def _read_positive(file: JsonFile, name: str, default: float) -> float:
 
 def read_attentions(file: JsonFile, family: Family, num_layers: int, scales: ModelScales) -> list[AttentionSpec]:
     """Returns each layer's."""
-    if file.fields.get("use_bidirectional_attention"):
+    if file.fields.get("use_bidirectional_attention") in (True, "all"):
         raise file.error("use_bidirectional_attention", "is set: tokens that see later ones are not supported")
     num_heads, num_kv_heads, head_dim = _read_heads(file, family)
     alike = AttentionSpec(
@@ -72,17 +74,44 @@ def read_attentions(file: JsonFile, family: Family, num_layers: int, scales: Mod
         output_bias=read_bias(file, family.output_bias_field, family.output_bias),
         head_norm=family.head_norm,
         fused=family.fused_qkv,
+        value_norm=family.value_norm,
     )
     max_positions = file.integer("max_position_embeddings", family.max_positions)
     have_rope = _find_ropes(file, family, num_layers)
     windows = _read_windows(file, family, have_rope)
+    if family.heads_by_type:
+        windows[-1] = 0  # whatever is said, as in transformers
     ropes = _read_ropes(file, family, max_positions, windows)
-    for rope in ropes:
-        _check_rope(file, rope, head_dim)
-    return [
-        msgspec.structs.replace(alike, window=window, rope=rope if has_rope else None)
-        for window, rope, has_rope in zip(windows, ropes, have_rope, strict=True)
+    attentions = [
+        msgspec.structs.replace(
+            alike if window or not family.heads_by_type else _read_global(file, alike, layer),
+            window=window,
+            rope=rope if has_rope else None,
+        )
+        for layer, (window, rope, has_rope) in enumerate(zip(windows, ropes, have_rope, strict=True))
     ]
+    for attention in dict.fromkeys(attentions):
+        if attention.rope is not None:
+            _check_rope(file, attention.rope, attention.head_dim)
+    return attentions
+
+
+def _read_global(file: JsonFile, attention: AttentionSpec, layer: int) -> AttentionSpec:
+    """Returns the attention of layers that see all, in families where it has a shape of its own."""
+    values_are_keys = file.flag("attention_k_eq_v", False)
+    num_kv_heads, head_dim = attention.num_kv_heads, attention.head_dim
+    if file.has("per_layer_config"):  # as transformers saves it
+        own = file.section("per_layer_config").section(str(layer))
+        num_kv_heads, head_dim = own.integer("num_key_value_heads", num_kv_heads), own.integer("head_dim", head_dim)
+    else:
+        head_dim = file.integer("global_head_dim", 512)
+        if values_are_keys:
+            num_kv_heads = file.integer("num_global_key_value_heads", num_kv_heads)
+    if attention.num_heads % num_kv_heads:
+        raise file.error("num_global_key_value_heads", f"({num_kv_heads}) does not divide {attention.num_heads} heads")
+    return msgspec.structs.replace(
+        attention, num_kv_heads=num_kv_heads, head_dim=head_dim, values_are_keys=values_are_keys
+    )
 
 
 def _read_ropes(file: JsonFile, family: Family, max_positions: int, windows: list[int]) -> list[RopeSpec]:

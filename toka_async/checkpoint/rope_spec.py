@@ -11,15 +11,15 @@ import msgspec
 
 from toka_async.checkpoint.json_file import JsonFile
 
-RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 _LONG_NAMES = ("su", "yarn")  # what Phi-3's configurations call longrope as well
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Rotary embeddings (arXiv:2104.09864) and their stretching; fields of other kinds keep their defaults.
 
-    part: of a head's dimensions, the first ones, that turn. interleaved: neighbours turn together; otherwise the halves
-    of what turns do.
+    part: of a head's dimensions, the first ones, that turn; of proportional kind it is the first ones of each half, as
+    fast as if all turned. interleaved: neighbours turn together; otherwise the halves of what turns do.
     """
 
     theta: float = 10000.0
@@ -51,7 +51,7 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
         loaded. Empty: the dimensions are in that order.
         """
         turned, half = self.count_turned(head_dim), head_dim // 2
-        if turned == head_dim and not self.interleaved:
+        if (turned == head_dim and not self.interleaved) or self.kind == "proportional":
             return ()
         pairs = turned // 2
         places = range(turned)
@@ -71,11 +71,12 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
 class RopeDefaults(msgspec.Struct, frozen=True):
     """What a family's configurations leave unsaid.
 
-    part: of a head that turns; None: all, whatever is said. local_theta: of layers with a window; None: as of others.
-    scaling: the fields of `rope_scaling` where there is none.
+    part: of a head that turns; None: all, whatever is said. local_theta: of layers with a window, which otherwise have
+    the usual kind; None: as of others. scaling: the fields of `rope_scaling` where there is none.
     """
 
     theta: float = 10000.0
+    kind: RopeKind = "default"
     part: float | None = None
     interleaved: bool = False
     local_theta: float | None = None
@@ -103,13 +104,14 @@ def read_ropes(file: JsonFile, max_positions: int, defaults: RopeDefaults) -> tu
     whole = {"rope_theta": theta} | rope.section("full_attention").fields | scaling.fields
     windowed = {"rope_theta": local} | rope.section("sliding_attention").fields
     sections = (JsonFile(file.path, fields, rope.prefix) for fields in (whole, windowed))
-    first, second = (_read(file, section, max_positions, defaults) for section in sections)
+    usual = RopeDefaults(theta=local)
+    first, second = map(_read, (file, file), sections, (max_positions, max_positions), (defaults, usual))
     return first, second
 
 
 def _read(file: JsonFile, rope: JsonFile, max_positions: int, defaults: RopeDefaults) -> RopeSpec:
     theta = rope.number("rope_theta", file.number("rope_theta", defaults.theta), least=1.0)
-    kind = rope.text("rope_type", rope.text("type", "default"))
+    kind = rope.text("rope_type", rope.text("type", defaults.kind))
     if rope.has("short_factor") and kind in _LONG_NAMES:
         kind = "longrope"
     if kind not in get_args(RopeKind):
@@ -129,6 +131,8 @@ def _read(file: JsonFile, rope: JsonFile, max_positions: int, defaults: RopeDefa
         return _llama3(rope, base, original)
     if kind == "yarn":
         return _yarn(rope, base, original, max_positions)
+    if kind == "proportional":
+        return msgspec.structs.replace(base, kind="proportional")
     if kind == "longrope":
         return _longrope(rope, base, original, max_positions)
     return base

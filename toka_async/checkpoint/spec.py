@@ -65,8 +65,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def attention(self) -> AttentionSpec:
-        """The first layer's that has one; layers may differ only in window and rope."""
+        """The first layer's that has one."""
         return self.attentions[0]
+
+    @property
+    def attention_kinds(self) -> dict[AttentionSpec, tuple[int, ...]]:
+        """Those that a cache and a backend cannot have in common, with their places in `attentions`."""
+        kinds: dict[AttentionSpec, tuple[int, ...]] = {}
+        for index, attention in enumerate(self.attentions):
+            kinds[attention.kind] = (*kinds.get(attention.kind, ()), index)
+        return kinds
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -77,6 +85,27 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def ropes(self) -> tuple[RopeSpec, ...]:
         """The layers' different ropes, each once."""
         return tuple(dict.fromkeys(each.rope for each in self.attentions if each.rope is not None))
+
+    def stretch_ropes(self, max_context: int) -> ModelSpec:
+        """Returns the model with longrope's factors for sequences of up to so many tokens, whatever their length is.
+
+        A sequence that grows beyond the pre-training's context would need other keys than those that it has cached.
+        """
+
+        def stretch(mixer: AttentionSpec) -> AttentionSpec:
+            rope = mixer.rope
+            if rope is None or rope.kind != "longrope":
+                return mixer
+            rope = msgspec.structs.replace(rope, is_long=max_context > rope.original_max_position)
+            return msgspec.structs.replace(mixer, rope=rope)
+
+        layers = (
+            msgspec.structs.replace(layer, mixer=stretch(layer.mixer))
+            if isinstance(layer.mixer, AttentionSpec)
+            else layer
+            for layer in self.layers
+        )
+        return msgspec.structs.replace(self, layers=tuple(layers))
 
     def list_matrices(self, layer: int) -> tuple[MatrixSpec, ...]:
         """Returns all matrices of a layer."""
@@ -111,6 +140,9 @@ def read_spec(model_dir: Path, quantize: str = "none") -> ModelSpec:
     if family is None:
         supported = ", ".join(sorted({*FAMILIES, *TEXT_PARTS}))
         raise file.error("model_type", f"{name!r} is not supported; supported: {supported}")
+    for field, default in family.refused:
+        if file.fields.get(field, default):
+            raise file.error(field, f"is {file.fields.get(field, default)!r}: supported: 0; such layers cannot be run")
     num_layers = file.integer("num_hidden_layers", most=MOST_LAYERS)
     hidden_size = file.integer("hidden_size")
     scales = read_scales(file, family, hidden_size)
@@ -125,7 +157,7 @@ def read_spec(model_dir: Path, quantize: str = "none") -> ModelSpec:
         hidden_size=hidden_size,
         norm=NormSpec(file.number("rms_norm_eps", family.norm_eps), family.norm_adds_one),
         tie_embeddings=file.flag("tie_word_embeddings", family.tied),
-        layers=tuple(LayerSpec(*halves, family.norms) for halves in zip(attentions, feeds, strict=True)),
+        layers=tuple(LayerSpec(*halves, family.norms, family.scalar) for halves in zip(attentions, feeds, strict=True)),
         max_context=max(stretched, default=max_positions),
         dtype=_one_of(file, "dtype" if file.has("dtype") else "torch_dtype", "float32", DTYPES),
         bos_token_id=bos[0] if bos else None,

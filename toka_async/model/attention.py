@@ -12,7 +12,7 @@ from toka_async.checkpoint.matrix_spec import MatrixSpec
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.model.activation_layout import ActivationLayout
 from toka_async.model.comm import Comm
-from toka_async.model.layers import HeadNorm, InputNorm, ProjectionNorm
+from toka_async.model.layers import HeadNorm, InputNorm, ProjectionNorm, ValueNorm
 from toka_async.model.matrices.build import build_matrix
 from toka_async.model.matrices.matrix import MatrixUse
 from toka_async.model.matrices.ops import Ops
@@ -33,6 +33,8 @@ class Attention(nn.Module):
         qkv, output = spec.layers[number].list_mixer_matrices(spec.hidden_size)
         self.qkv = build_matrix(qkv, comm, ops)
         self.head_norm, self.projection_norm = _build_norms(attention, qkv, spec.norm.eps, comm)
+        num_values = share_units(qkv.outputs[2], comm).size // self.dim
+        self.value_norm = ValueNorm(num_values, spec.norm.eps) if attention.value_norm else None
         self.output = build_matrix(output, comm, ops)
         self.own_heads = share_of(attention.num_heads, comm)
         self.sinks = make_unset(self.own_heads.size) if attention.sinks else None
@@ -53,6 +55,8 @@ class Attention(nn.Module):
         heads = heads.view(num_tokens, -1, self.dim)  # [t, heads + 2 kv_heads, dim]
         if self.projection_norm is not None:
             heads = self.projection_norm(heads)
+        if self.value_norm is not None:
+            self.value_norm(heads)
         head_norm = self.head_norm() if self.head_norm is not None else None
         return backend.attend(self.index, heads, rotation, head_norm, self.sinks).flatten(1), residual
 

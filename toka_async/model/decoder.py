@@ -29,11 +29,11 @@ from toka_async.model.activation_layout import ActivationLayout, LayoutPolicy, R
 from toka_async.model.attention import Rotation
 from toka_async.model.comm import Comm
 from toka_async.model.feed import build_feed
-from toka_async.model.layers import NoNorm, ResultNorm, ResultScale, RMSNorm, VocabularyMatrix
+from toka_async.model.layers import NoNorm, ResultNorm, ResultScale, RMSNorm, VocabularyMatrix, add_both
 from toka_async.model.matrices.matrix import MatrixUse
 from toka_async.model.matrices.ops import Ops
-from toka_async.model.matrices.part import WeightPart
-from toka_async.model.matrices.share import share_of
+from toka_async.model.matrices.part import WeightPart, make_unset
+from toka_async.model.matrices.share import share_of, whole_of
 from toka_async.model.mixer import build_mixer
 
 
@@ -237,6 +237,7 @@ class Layer(nn.Module):
         super().__init__()
         layer = spec.layers[number]
         self.names = layer.norms
+        self.scalar_name = layer.scalar
         self.rotation = rotation
         self.mixer_norm = build_norm(spec, ops) if layer.norms.before_mixer else NoNorm()
         self.mixer = build_mixer(spec, number, index, comm, ops)
@@ -246,6 +247,7 @@ class Layer(nn.Module):
         self.feed_norm = build_norm(spec, ops) if layer.norms.before_feed else NoNorm()
         self.feed_result = build_result(spec, layer.norms.after_feed, ops)
         self.feed = build_feed(layer, spec.hidden_size, comm, ops, adds=self.feed_result is None)
+        self.scalar = make_unset(1) if layer.scalar else None
 
     def forward(
         self,
@@ -290,6 +292,8 @@ class Layer(nn.Module):
         if self.feed_result is not None:
             assert hidden is not None
             hidden = self.feed_result(hidden)
+        if self.scalar is not None:
+            return None, add_both(hidden, residual) * self.scalar
         return hidden, residual
 
     def uses(self) -> Iterator[MatrixUse]:
@@ -308,6 +312,8 @@ class Layer(nn.Module):
         ):
             if isinstance(norm, RMSNorm | ResultNorm):
                 yield f"{name}.weight", norm.part()
+        if self.scalar is not None:
+            yield self.scalar_name, WeightPart(self.scalar.data, (whole_of(1),), constant=1.0)
         yield from self.mixer.parts()
         yield from self.feed.parts()
 

@@ -272,3 +272,17 @@ class ProjectionNorm(nn.Module):
             weight = self.weight.data[start : start + share.size]
             yield f"self_attn.{name}_norm.weight", WeightPart(weight, (share,), constant=1.0)
             start += share.size
+
+
+class ValueNorm(nn.Module):
+    """An RMSNorm of each value head, without weights."""
+
+    def __init__(self, num_kv_heads: int, eps: float) -> None:
+        super().__init__()
+        self.num_kv_heads = num_kv_heads
+        self.eps = eps
+
+    def forward(self, heads: Tensor) -> None:
+        """Norms the values of [t, heads + 2 kv_heads, dim] in place."""
+        values = heads[:, -self.num_kv_heads :]
+        values.copy_(F.rms_norm(values, values.shape[-1:], None, self.eps))

@@ -40,11 +40,12 @@ def list_compile_tasks(
     if not has_kernels(device):
         return []
     tasks: list[Task] = []
-    attention = spec.attention
-    if backend in ("auto", "triton") and attention.head_dim <= LARGEST_HEAD:
-        shape = 1, _NUM_PAGES, attention.num_kv_heads, page_size, attention.head_dim
-        cache = KVCache(*shape, dtype, device, stored=CacheFormat(stored))
-        tasks += list_triton_trials(cache, attention.num_heads, spec.windows, attention.sinks)
+    for kind, layers in spec.attention_kinds.items() if backend in ("auto", "triton") else ():
+        if kind.head_dim <= LARGEST_HEAD and not kind.soft_cap:
+            shape = 1, _NUM_PAGES, kind.num_kv_heads, page_size, kind.head_dim
+            cache = KVCache(*shape, dtype, device, stored=CacheFormat(stored))
+            windows = [spec.windows[layer] for layer in layers]
+            tasks += list_triton_trials(cache, kind.num_heads, windows, kind.sinks)
     if spec.vocab_size:
         from toka_async.runner.kernel_sampler import try_editing, try_sampling
 

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from toka_async.attention.kv_cache import CacheFormat, KVCache
+from toka_async.checkpoint.attention_spec import AttentionSpec
 from toka_async.checkpoint.foreign_spec import ForeignFeedSpec
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.kernels.append import append
@@ -25,10 +26,9 @@ def list_layer_trials(
     spec: of the rank. stored: what the cache stores.
     """
     counts, ops, make = list_row_counts(device), FusedOps(), partial(torch.zeros, dtype=dtype, device=device)
-    attention = spec.attention
-    num_heads, num_kv_heads, dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
 
-    def append_rows(num_rows: int) -> None:
+    def append_rows(num_rows: int, attention: AttentionSpec) -> None:
+        num_heads, num_kv_heads, dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
         cache = KVCache(1, 1, num_kv_heads, page_size, dim, dtype, device, stored=CacheFormat(stored))
         heads, rotation = make(num_rows, num_heads + 2 * num_kv_heads, dim), make(num_rows, 1, dim)
         indices = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -46,7 +46,7 @@ def list_layer_trials(
     def gate_rows(num_rows: int, inner: int, activation: str) -> None:
         ops.gate(make(num_rows, 2 * inner), activation)
 
-    def rotate() -> None:
+    def rotate(dim: int) -> None:
         positions = torch.zeros(1, dtype=torch.int64, device=device)
         ops.compute_rotation(positions, torch.zeros(dim // 2, dtype=torch.float32, device=device), 1.0, dtype)
 
@@ -60,11 +60,11 @@ def list_layer_trials(
     own = [layer.feed for layer in spec.layers if not isinstance(layer.feed, ForeignFeedSpec)]
     feeds = {(feed.inner, feed.activation) for feed in own}
     return [
-        *(partial(append_rows, count) for count in counts),
+        *(partial(append_rows, count, kind) for count in counts for kind in spec.attention_kinds),
         *(partial(norm_rows, count, adds=False) for count in counts),
         partial(norm_rows, counts[-1], adds=True),
         *(partial(gate_rows, count, *feed) for count in counts for feed in sorted(feeds)),
-        rotate,
+        *(partial(rotate, dim) for dim in sorted({kind.head_dim for kind in spec.attention_kinds})),
         partial(begin, torch.int64, are_given=False),
         partial(begin, torch.int32, are_given=True),
     ]

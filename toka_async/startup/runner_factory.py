@@ -17,11 +17,11 @@ import msgspec
 import torch
 from torch import nn
 
-from toka_async.attention.build import AttentionParts, BuiltAttention, build_attention
+from toka_async.attention.build import AttentionParts, BuiltAttention
 from toka_async.attention.choice import ChoiceTable, every_group_pays
 from toka_async.attention.flashinfer import FAILURES, explain_failure, explain_no_flashinfer
-from toka_async.attention.invariant.backend import build_invariant_attention
-from toka_async.attention.kv_cache import E4M3, CacheFormat, KVCache, bytes_per_token, make_cache
+from toka_async.attention.kv_cache import E4M3, CacheFormat, KVCache, bytes_per_token, make_caches
+from toka_async.attention.layered.backend import LayeredCache
 from toka_async.attention.modules import ModuleRequest, find_missing, list_architectures, make_module_request
 from toka_async.bar import show_nothing
 from toka_async.checkpoint.division import group_experts, make_rank_spec, make_stage_spec, stage_parts
@@ -78,6 +78,7 @@ from toka_async.startup.memory import choose_cpu_cache_bytes
 from toka_async.startup.module_compiler import compile_in_background, compile_now
 from toka_async.startup.process_groups import build_links, make_groups
 from toka_async.startup.progress import StartupProgress
+from toka_async.startup.rank_attention import AttentionSetup, build_rank_attention
 from toka_async.startup.rank_coords import ALONE, RankCoords
 from toka_async.startup.token_time import measure_token_seconds
 from toka_async.startup.warmup import make_largest_load, warm_up
@@ -140,6 +141,7 @@ class RunnerFactory:
         check_stored_dtype(config.cache, self.device)
         self.cache_format = CacheFormat(resolve_stored_dtype(config.cache, self.dtype))  # scales come with the weights
         self.limits = resolve_limits(config.model, config.schedule, spec, self.kind)
+        self.spec = spec = spec.stretch_ropes(self.limits.max_context)
         self.part = stage_parts(spec, coords.num_stages, coords.size)[coords.stage]
         self.rank_spec = make_stage_spec(make_rank_spec(spec, coords.size), self.part)
         # Only the last stage has logits.
@@ -198,7 +200,7 @@ class RunnerFactory:
     def make_control(self, runner: Runner, rank: int, number: int) -> RankControl:
         """Makes what a trainer controls. rank: in the replica. number: among all ranks of all replicas."""
         assert self.decoder is not None
-        assert isinstance(runner.cache, KVCache)
+        assert isinstance(runner.cache, KVCache | LayeredCache)
 
         def build_whole(dtype: torch.dtype) -> RankModel:
             return build_model(self.spec, self.model_dir, self.config.model, dtype, torch.device("meta"))
@@ -224,7 +226,8 @@ class RunnerFactory:
         backend = self.config.attention.backend
         if self.invariant or backend not in ("auto", "flashinfer"):
             return True
-        if explain_no_flashinfer(self.device, self.dtype, self.spec.attention.head_dim):
+        head_dims = {attention.head_dim for attention in self.spec.attentions}
+        if any(explain_no_flashinfer(self.device, self.dtype, head_dim) for head_dim in head_dims):
             return True  # building attention says so where it matters
         is_there, reason = False, ""
         with self.stages.stage("FlashInfer", "looking for its modules"):
@@ -471,28 +474,12 @@ class RunnerFactory:
         show = show_nothing if choose is None else self.stages.show
         # One page more, for rows that only fill up a batch.
         can_sleep = self.config.cache.can_sleep and choose is not None
-        cache = make_cache(spec, num_pages + 1, page_size, self.dtype, self.device, show, self.cache_format, can_sleep)
-        num_heads, scale, soft_cap = spec.attention.num_heads, spec.attention.scale, spec.attention.soft_cap
-        backend = self.config.attention.backend
-        if self.invariant:
-            attention = build_invariant_attention(
-                backend, cache, num_heads, spec.windows, limits.max_seqs, scale, soft_cap
-            )
-        else:
-            attention = build_attention(
-                backend,
-                cache,
-                num_heads,
-                spec.windows,
-                max_seqs=limits.max_seqs,
-                max_tokens=limits.max_tokens,
-                scale=scale,
-                soft_cap=soft_cap,
-                choose=choose,
-                with_flashinfer=with_flashinfer,
-                show=show,
-                has_sinks=spec.attention.sinks,
-            )
+        caches = make_caches(
+            spec, num_pages + 1, page_size, self.dtype, self.device, show, self.cache_format, can_sleep
+        )
+        cache = caches[0] if len(caches) == 1 else LayeredCache(caches)
+        setup = AttentionSetup(self.config.attention.backend, self.invariant, limits, choose, with_flashinfer, show)
+        attention = build_rank_attention(spec, caches, setup)
         group_min_seqs, group_min_tokens = self.groups.world.agree(attention.smallest_group, tuple[int, int])
         ready = Ready(
             num_pages=num_pages,

@@ -28,7 +28,8 @@ def sum_parts(parts: Mapping[str, WeightPart], rank: int) -> Iterator[PartSum]:
             yield PartSum(name, f"stored by {rank}", sum_part(values, values.shape, [0] * values.dim()))
             continue
         if part.order is not None:
-            values = values.index_select(0, part.order.argsort().to(values.device))
+            number = sum(run[0].size for run in part.runs)  # of rows; those that are there twice come later again
+            values = values.index_select(0, part.order.argsort(stable=True)[:: len(values) // number].to(values.device))
         first = 0
         for run in part.runs:
             where = ",".join(f"{share.start}+{share.size}" for share in run)

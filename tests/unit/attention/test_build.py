@@ -87,6 +87,15 @@ def test_what_cannot_be_had(backend: Backend, cache: KVCache, message: str) -> N
     assert str(caught.value).startswith(f"attention.backend={backend}: {message}")
 
 
+@pytest.mark.usefixtures("packages")
+def test_soft_caps_are_for_the_reference(caplog: pytest.LogCaptureFixture) -> None:
+    for backend in ("triton", "flashinfer"):
+        with pytest.raises(ModelError, match=rf"={backend}: the model limits attention's scores .*; use reference$"):
+            resolve_backend(backend, cache_of(), soft_cap=50.0)
+    assert resolve_backend("auto", cache_of(), soft_cap=50.0) == "reference"
+    assert "the model limits attention's scores" in caplog.text
+
+
 def test_packages_that_are_not_there(packages: set[str], caplog: pytest.LogCaptureFixture) -> None:
     packages.remove("flashinfer")
     with pytest.raises(ModelError) as caught:

@@ -50,6 +50,8 @@ def test_minimal_llama(tmp_path: Path) -> None:
 
 FACTORS = {"short_factor": [1.0, 1.5], "long_factor": [2.0, 7.0], "original_max_position_embeddings": 64}
 LONG_ROPE: dict[str, Any] = {"model_type": "phi3", "rope_scaling": FACTORS | {"type": "su"}}
+GEMMA4: dict[str, Any] = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "num_key_value_heads": 2}
+GEMMA4 |= {"head_dim": 16}
 YARN_BY_POSITION = {"type": "yarn", "factor": 16.0, "llama_4_scaling_beta": 0.1}
 GPT_OSS = {"model_type": "gpt_oss", "num_key_value_heads": 2}
 MOE: dict[str, Any] = MINIMAL | {"model_type": "qwen3_moe", "num_key_value_heads": 2, "num_hidden_layers": 6}
@@ -169,6 +171,8 @@ def test_the_frequencies_of_longrope_are_those_of_the_context(tmp_path: Path) ->
         rope = read(tmp_path, **LONG_ROPE, head_dim=4, max_position_embeddings=max_positions).ropes[0]
         assert (rope.kind, rope.is_long) == ("longrope", is_long)
         assert rope.factor == max_positions / 64
+    spec = read(tmp_path, **LONG_ROPE, head_dim=4, max_position_embeddings=65)
+    assert [spec.stretch_ropes(context).ropes[0].is_long for context in (64, 65)] == [False, True]
 
 
 def test_layers_differ_in_window_and_rope(tmp_path: Path) -> None:
@@ -181,6 +185,23 @@ def test_layers_differ_in_window_and_rope(tmp_path: Path) -> None:
     spec = read(tmp_path, model_type="olmo3", num_hidden_layers=4, rope_parameters=named)
     assert [each.rope.theta for each in spec.attentions if each.rope] == [7.0, 7.0, 7.0, 5.0]
     assert read(tmp_path, model_type="ministral", sliding_window=None).windows == (0, 0, 0)
+
+
+def test_layers_differ_in_their_heads(tmp_path: Path) -> None:
+    spec = read(tmp_path, **GEMMA4, num_hidden_layers=7, global_head_dim=32, attention_k_eq_v=True)
+    local, whole = spec.attention_kinds
+    assert list(spec.attention_kinds.values()) == [(0, 1, 2, 3, 4), (5, 6)]
+    assert [(kind.num_kv_heads, kind.head_dim) for kind in (local, whole)] == [(2, 16), (2, 32)]
+    assert [each.values_are_keys for each in spec.attentions] == [False] * 5 + [True] * 2
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.k_proj")
+    assert spec.attentions[5].list_matrices(48, "dense")[0].names == names
+    rope = spec.attentions[5].rope
+    assert rope is not None
+    assert (rope.kind, rope.theta, rope.count_turned(32), rope.order_head(32)) == ("proportional", 1e6, 8, ())
+    saved = {"per_layer_config": {"5": {"head_dim": 64, "num_key_value_heads": 1}}}
+    spec = read(tmp_path, **GEMMA4, num_hidden_layers=7, **saved)
+    assert (spec.attentions[5].head_dim, spec.attentions[5].num_kv_heads) == (64, 1)
+    assert not any(spec.attentions[layer].head_dim == 64 for layer in range(5))
 
 
 def test_scales_and_soft_caps(tmp_path: Path) -> None:
@@ -261,6 +282,10 @@ def test_end_tokens(tmp_path: Path) -> None:
         ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers must be a list of"),
         ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling is 0: expected a positive number"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention is set"),
+        ({"model_type": "gemma4_text"}, "hidden_size_per_layer_input is 256: supported: 0"),
+        (GEMMA4 | {"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2: supported: 0"),
+        (GEMMA4 | {"enable_moe_block": True}, "enable_moe_block is True: supported: 0"),
+        (GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 4}, "(4) does not divide 6 heads"),
         ({"model_type": "mistral3", "text_config": {"model_type": "bert"}}, "model_type 'bert' is not supported"),
         ({"model_type": "mistral3", "text_config": {"vocab_size": 0}}, "text_config.vocab_size is 0"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),

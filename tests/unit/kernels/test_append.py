@@ -68,6 +68,19 @@ def test_half_precision(device: torch.device, dtype: torch.dtype) -> None:
     Case(8, 2, 64, 16, device, dtype).check(norm=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_norm_with_float32_weights_rounds_once(device: torch.device, dtype: torch.dtype) -> None:
+    case = Case(8, 2, 64, 16, device, dtype)
+    case.weight = 1 + torch.randn(10, 64, generator=case.generator).to(device) / 512
+    case.check(norm=True)
+    still = torch.ones_like(case.rotation[0]), torch.zeros_like(case.rotation[1])
+    query = append(case.heads, still, case.keys, case.values, case.indices, case.weight, EPS)
+    wide = case.heads[:, :8].float()
+    exact = (F.rms_norm(wide, (64,), eps=EPS) * case.weight[:8]).to(dtype)
+    # The interpreter truncates to bfloat16.
+    torch.testing.assert_close(query, exact, atol=0, rtol=torch.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_stores_e4m3_with_scales(device: torch.device, dtype: torch.dtype) -> None:
     """The nearest of what is written divided by its scale; what is beyond saturates."""

@@ -71,6 +71,17 @@ def test_no_rows(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_norm_may_have_float32_weights(device: torch.device, dtype: torch.dtype) -> None:
+    """As those that are sums with 1."""
+    x, weight = normal(device, dtype, 5, 64), normal(device, dtype, 96, 64) / 16
+    factors = 1 + normal(device, torch.float32, 64) / 512
+    exact = TorchOps().add_norm(x.float(), None, factors, 1e-5)[0]
+    check(FusedOps().add_norm(x, None, factors, 1e-5)[0], exact, dtype)
+    check(TorchOps().add_norm(x, None, factors, 1e-5)[0], exact, dtype)
+    check(FusedOps().linear(x, weight, None, (factors, 1e-5)), exact @ weight.float().T, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_norm_before_a_product(device: torch.device, dtype: torch.dtype) -> None:
     x, weight = normal(device, dtype, 5, 64), normal(device, dtype, 96, 64) / 16
     bias, norm = normal(device, dtype, 96), (normal(device, dtype, 64), 1e-5)

@@ -13,6 +13,7 @@ SPECS = {
     "default": RopeSpec(),
     "linear": RopeSpec(kind="linear", factor=4.0),
     "llama3": RopeSpec(kind="llama3", theta=5e5, factor=32.0, original_max_position=8192),
+    "in part, scaled": RopeSpec(kind="yarn", part=0.5, factor=4.0, original_max_position=64, attention_factor=1.5),
     "yarn": RopeSpec(kind="yarn", factor=4.0, original_max_position=64, attention_factor=1.5),
 }
 

@@ -37,7 +37,7 @@ from toka_async.model.comm import LocalComm
 from toka_async.model.matrices.blocked_ops import BlockedOps
 from toka_async.model.weights import build_decoder
 from toka_async.runner.runner import Runner, SamplingSetup
-from toka_async.startup import memory, runner_factory
+from toka_async.startup import memory, rank_attention, runner_factory
 from toka_async.startup.device import name_device
 from toka_async.startup.progress import StartupProgress
 from toka_async.startup.rank_coords import RankCoords
@@ -174,7 +174,7 @@ def test_attention_is_tried_out_unless_it_is_for_a_trial(
 
     factory = _factory(model_dir)
     decoder = factory._load_decoder(factory._build_layouts())
-    monkeypatch.setattr(runner_factory, "build_attention", built)
+    monkeypatch.setattr(rank_attention, "build_attention", built)
     with pytest.raises(InterruptedError):
         factory._make_runner(decoder, None, 4, True, factory._choose_table if asked else None)
     assert options["choose"] == (factory._choose_table if asked else None)
@@ -226,7 +226,7 @@ def test_serving_does_not_wait_for_flashinfers_compiler(
         given.append(with_flashinfer)
         return build_attention("reference", *arguments, **options)
 
-    monkeypatch.setattr(runner_factory, "build_attention", build_reference)
+    monkeypatch.setattr(rank_attention, "build_attention", build_reference)
     factory.build()
     assert flashinfer.done == done
     assert set(given) == {there}

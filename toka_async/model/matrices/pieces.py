@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ class MatrixPiece:
     """A tensor's rows in a matrix.
 
     name: of the tensors, without what follows the last point. rows: of the rank's matrix. share: of the tensor's rows.
-    order: int64 [rows], which of the rank's rows of the tensor each one is; None: they are in order.
+    order: int64 [rows], which of the rank's rows of the tensor each one is, maybe several the same; None: they are in
+    order.
     """
 
     name: str
@@ -34,8 +36,11 @@ def list_pieces(spec: MatrixSpec, outputs: Sequence[Share]) -> Iterator[MatrixPi
         whole = torch.cat([start + order for start, order in zip(starts, orders, strict=True)])
         yield MatrixPiece(spec.fused, slice(None), JoinedShare(tuple(outputs)), _simplify(whole))
         return
-    for name, start, share, order in zip(spec.names, starts, outputs, orders, strict=True):
-        yield MatrixPiece(name, slice(start, start + share.size), share, _simplify(order))
+    index = 0
+    for name, group in groupby(spec.names):
+        own = slice(index, index := index + len(list(group)))
+        rows = slice(starts[own.start], starts[own.start] + sum(share.size for share in outputs[own]))
+        yield MatrixPiece(name, rows, outputs[own.start], _simplify(torch.cat(orders[own])))
 
 
 def _order_rows(units: Units, num_rows: int) -> Tensor:

@@ -1,0 +1,1 @@
+"""Attention of models whose layers differ in the shape of their heads."""
