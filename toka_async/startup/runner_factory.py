@@ -59,7 +59,6 @@ from toka_async.startup.cache_size import (
     fit_limits,
     make_misfit_error,
 )
-from toka_async.startup.capture_trial import can_be_captured
 from toka_async.startup.compile_ahead import compile_ahead, count_compile_threads, list_compile_tasks
 from toka_async.startup.described import count_weight_bytes, describe_device
 from toka_async.startup.device import (
@@ -85,6 +84,7 @@ from toka_async.startup.warmup import make_largest_load, warm_up
 from toka_async.startup.weights_fit import catch_lost_memory, check_weights_fit, measure_free_bytes
 from toka_async.tuning.async_tp import RankShape, build_layouts
 from toka_async.tuning.attention import AttentionChoice
+from toka_async.tuning.capture_trial import can_be_captured
 from toka_async.tuning.settle import settle
 from toka_async.tuning.store import Facts, TuningCache, describe_gpu, find_folder
 from toka_async.weights.rank_control import RankControl

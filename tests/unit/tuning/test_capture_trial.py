@@ -15,9 +15,9 @@ from tests.cases.foreign_models import make_foreign
 from toka_async.model.comm import LocalComm
 from toka_async.model.matrices.ops import TorchOps
 from toka_async.model.weights import load_weights
-from toka_async.startup.capture_trial import can_be_captured
 from toka_async.transformers.build import build_foreign
 from toka_async.transformers.describe import describe
+from toka_async.tuning.capture_trial import can_be_captured
 
 CPU = torch.device("cpu")
 
