@@ -148,6 +148,19 @@ async def test_chat_and_errors(server: Serving, page: Page) -> None:
     assert await page.eval("document.querySelectorAll('.sample .text span').length") == 0
     assert page.complaints == []
 
+    await page.fill("[name=max_tokens]", "200")
+    await page.fill("[name=response_format]", '{"enum": ["yes"]}')
+    await page.click("#send")
+    await page.until(f"{STATUS} === 'done'")
+    texts = await page.eval("[...document.querySelectorAll('.sample .text')].map((each) => each.textContent.trim())")
+    assert texts == ['"yes"', '"yes"']
+    for schema, said in (("{", "not JSON"), ('{"uniqueItems": true, "type": "array"}', "uniqueItems")):
+        await page.fill("[name=response_format]", schema)
+        await page.click("#send")
+        await page.until(f"document.querySelector('#try-error').textContent.includes('{said}')")
+        assert await page.eval("document.querySelector('[aria-invalid]').name") == "response_format"
+    await page.fill("[name=response_format]", "")
+
     await page.fill("[name=top_p]", "7")
     await page.click("#send")
     await page.until(f"{STATUS} === 'failed'")

@@ -73,6 +73,8 @@ export class Playground {
     if (seed) body.seed = /^-?\d+$/.test(seed) ? Number(seed) : seed;
     const stops = this.field("stop").value.split("\n").filter((line) => line !== "");
     if (stops.length) body.stop = stops;
+    const schema = this.field("response_format").value.trim();
+    if (schema) body.response_format = formatOf(schema);
     const logprobs = this.field("logprobs").value;
     if (!logprobs) body.return_token_ids = true; // to count them
     if (kind === "completion") {
@@ -139,6 +141,15 @@ export class Playground {
     const known = { messages: "prompt", top_logprobs: "logprobs", max_completion_tokens: "max_tokens" }[name] ?? name;
     const found = known ? this.field(known) : null;
     return found instanceof Element ? found : null;
+  }
+}
+
+// What asks for JSON by a schema, exactly. Raises ApiError for what is no JSON.
+function formatOf(schema) {
+  try {
+    return { type: "json_schema", json_schema: { name: "answer", strict: true, schema: JSON.parse(schema) } };
+  } catch (error) {
+    throw new ApiError(`'response_format' is not JSON: ${error.message}`, 400, "response_format");
   }
 }
 

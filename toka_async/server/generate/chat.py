@@ -130,7 +130,9 @@ def make_answer_grammar(
     tools, content = reading.tools, generation.sampling.grammar
     if tools.is_forced and content:
         param = generation.grammar_param
-        raise bad_request(f"'{param}' and 'tool_choice': a call must be made; give one", param=param)
+        if param != "response_format":
+            raise bad_request(f"'{param}' and 'tool_choice': a call must be made; give one", param=param)
+        content = ""  # it is the format of an answer's text, and calls that must be made have none beside them
     # Where the content has a grammar, an answer may be calls instead if they have one.
     can_write = reading.format.calls is not None and reading.format.calls.write_calls is not None
     calls = None

@@ -28,6 +28,7 @@ WALL = {  # what expires by the calendar, and what people are shown
     "server/generate/answers.py",
     "server/responses/answer.py",
     "server/generate/service.py",
+    "server/sglang/info.py",
     "text/chat.py",
 }
 

@@ -216,7 +216,7 @@ async def test_special_tokens_that_mark_calls_are_read_and_others_left_out(stop:
         ("{{ messages }}{{ tools }}", {}, "tools"),
         ("{{ tools }}[func_name1(", {"tool_choice": "required", "tools": [DASHED]}, "tool_choice"),
         ("{{ tools }}[func_name1(", {"tools": [DASHED, STRICT]}, "tools[1].function.strict"),
-        (TEMPLATE, {"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+        (TEMPLATE, {"tool_choice": "required", "guided_regex": "a"}, "guided_regex"),
         (TEMPLATE, {"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
         (TEMPLATE, {"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function"),
         (TEMPLATE, {"tool_choice": {"type": "function"}}, "tool_choice.function"),
@@ -240,7 +240,9 @@ async def test_a_call_that_must_be_made_is_a_grammar(choice: Any, has_time: bool
     async with answering() as server:
         body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "chat_template_kwargs": {"thinks": True}}
         answer = await server.ok(PATH, body)
-        grammar = server.scheduler.submits[0].sampling.grammar
+        await server.ok(PATH, {**body, "response_format": {"type": "json_object"}})  # of a text that there is none of
+        grammar, other = (submit.sampling.grammar for submit in server.scheduler.submits)
+    assert grammar == other
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
     assert '"const": "weather"' in grammar
     assert ('"const": "time"' in grammar) == has_time
