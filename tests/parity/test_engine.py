@@ -15,7 +15,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from tests.cases.models import LLAMA3_ROPE, heads, make_checkpoint
 from tests.drivers.core import Received
@@ -79,8 +87,11 @@ class Reference:
 
 @pytest.fixture(scope="module", params=list(SHAPES))
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    name = request.param
-    folder = make_checkpoint(tmp_path_factory.mktemp(name), name.partition("-")[0], seed=1, **SHAPES[name])
+    return make_reference(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def make_reference(folder: Path, name: str) -> Reference:
+    make_checkpoint(folder, name.partition("-")[0], seed=1, **SHAPES[name])
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     model.eval()
     return Reference(folder, model)
@@ -176,6 +187,40 @@ def test_log_probs_are_of_the_distribution_that_is_sampled_from(reference: Refer
                 assert sample.kept == [5] * 6
             exact = scaled.log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
             np.testing.assert_allclose(sample.logprobs, exact.numpy(), atol=1e-4)
+
+
+def test_processed_log_probs_are_of_what_transformers_would_sample_from(tmp_path: Path) -> None:
+    """With penalties, temperature and all filters: its processors, over the logits of its model."""
+    reference = make_reference(tmp_path, "qwen3-grouped-3")
+    engine = Engine(reference.folder, page_size=16, max_tokens=23)
+    sampling = TokenSampling(
+        temperature=0.8,
+        repetition_penalty=1.3,
+        top_k=40,
+        top_p=0.95,
+        min_p=0.01,
+        num_logprobs=0,
+        logprob_kind=LogprobKind.PROCESSED,
+    )
+    processors = LogitsProcessorList(
+        [
+            RepetitionPenaltyLogitsProcessor(1.3),
+            TemperatureLogitsWarper(0.8),
+            MinPLogitsWarper(0.01),
+            TopKLogitsWarper(40),
+            TopPLogitsWarper(0.95),
+        ]
+    )
+    prompts = prompts_of_mixed_lengths()[:3]
+    for prompt, result in zip(prompts, engine.run(prompts, sampling=sampling, max_tokens=8), strict=True):
+        (sample,) = result.samples
+        tokens = prompt + sample.token_ids
+        logits = reference.logits(tokens)
+        for place, token in enumerate(sample.token_ids, start=len(prompt)):
+            kept = processors(torch.tensor([tokens[:place]]), logits[place - 1 : place])[0]  # type: ignore[arg-type]
+            assert sample.kept[place - len(prompt)] == int(kept.isfinite().sum())
+            exact = float(kept.log_softmax(-1)[token])
+            np.testing.assert_allclose(sample.logprobs[place - len(prompt)], exact, atol=1e-5)
 
 
 def test_samples_of_a_seed_of_63_bits_are_distinct_and_the_same_on_any_replica(reference: Reference) -> None:

@@ -91,6 +91,7 @@ from toka_async.startup.warmup import make_largest_load, warm_up
 from toka_async.startup.weights_fit import catch_lost_memory, check_weights_fit, measure_free_bytes
 from toka_async.tuning.async_tp import RankShape, build_layouts
 from toka_async.tuning.attention import AttentionChoice
+from toka_async.tuning.capture_trial import can_be_captured
 from toka_async.tuning.settle import settle
 from toka_async.tuning.store import Facts, TuningCache, describe_gpu, find_folder
 from toka_async.weights.rank_control import RankControl, SleepingCache
@@ -343,7 +344,18 @@ class RunnerFactory:
                     scales = read_cache_scales(weight_files(self.model_dir), self.part)
                     self.cache_format = replace(self.cache_format, scales=scales)
             self.stages.show(0, 0, "loaded; waiting for kernels that are compiled meanwhile")
+        if self.spec.impl != "native" and has_kernels(self.device) and self.config.graphs.enabled:
+            self._try_capture(decoder)
         return decoder
+
+    def _try_capture(self, decoder: RankModel) -> None:
+        """Leaves out graphs if a model's code, which is not ours, cannot be captured on every rank."""
+        width = 0 if self.part.is_first else self.spec.hidden_size
+        can_capture = can_be_captured(decoder, self.rank_spec.attention.num_heads, width, self.dtype, self.device)
+        if not self.groups.world.minimum(int(can_capture)):
+            logger.warning("the model's code cannot be captured in CUDA graphs: decoding takes longer")
+            graphs = msgspec.structs.replace(self.config.graphs, enabled=False)
+            self.config = msgspec.structs.replace(self.config, graphs=graphs)
 
     def _list_compile_tasks(self, decoder: RankModel, layouts: LayoutPolicy) -> list[Callable[[], None]]:
         """Lists what compiles kernels while weights load. Tensor ranks and other stages do not draw from all logits."""
