@@ -29,9 +29,9 @@ class ExpertNames(msgspec.Struct, frozen=True):
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    gate_up: str = ""
     shared: str = "mlp.shared_expert"
     shared_gate: str = "mlp.shared_expert_gate"
-    gate_up: str = ""
 
     def name_matrix(self, number: int, name: str) -> str:
         """Names a matrix of an expert in its layer."""
