@@ -19,7 +19,7 @@ from toka_async.checkpoint.cost import count_stage_bytes
 from toka_async.checkpoint.division import check_division, group_experts, make_rank_spec, make_stage_spec, stage_parts
 from toka_async.checkpoint.hub import resolve_model
 from toka_async.checkpoint.implementation import read_model
-from toka_async.checkpoint.limits import RankLimits, resolve_limits
+from toka_async.checkpoint.limits import RankLimits, resolve_limits, resolve_num_snapshots
 from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.config import Config, ParallelConfig
 from toka_async.runner.micro_batches import count_most_rows, count_most_tokens
@@ -102,7 +102,9 @@ class Stage:
         page_size, num_parts = config.cache.page_size, config.parallel.num_micro_batches
         of_tokens = limits.max_tokens * count_token_bytes(self.part, self.dtype, num_parts, self.stored)
         of_rows = limits.max_seqs * count_row_bytes(self._counted, limits, self.dtype, page_size, num_parts)
-        return of_tokens + of_rows + self._shared(limits, config.parallel)
+        num_snapshots = resolve_num_snapshots(config.cache, self.part, limits.max_seqs)
+        of_snapshots = num_snapshots * self.part.count_state_bytes(self.dtype.itemsize)
+        return of_tokens + of_rows + of_snapshots + self._shared(limits, config.parallel)
 
     def count_graphs(self, limits: RankLimits, config: Config, memory: int) -> int:
         """Bytes in which captured steps compute. A start captures none without our own attention kernels."""

@@ -181,6 +181,7 @@ class Ready(Tagged, frozen=True, kw_only=True):
     max_context: int  # tokens, prompt and completion
     vocab_size: int  # ids below it are valid
     max_tokens: int = 2048  # of one step
+    num_snapshots: int = 0  # of recurrent states, kept apart from those of rows; 0: the model has no such states
     token_seconds: float = 0.0  # of a prompt's token in a large step, as the ranks measured it; 0: they did not
     # The smallest shared prefix that is worth a group of its own, as the rank measured it; 0: none is.
     group_min_seqs: int = 0
@@ -307,6 +308,9 @@ class Stats(Tagged, frozen=True, kw_only=True):
     num_waiting: int = 0  # sequences queued
     pages_used: int = 0  # pages owned by running sequences and their requests
     pages_cached: int = 0  # unowned pages in the prefix tree
+    num_snapshots: int = 0  # of recurrent states, as in Ready
+    snapshots_used: int = 0  # that prompts hold whose samples have not all started
+    snapshots_cached: int = 0  # at pages of the prefix tree
     num_pages: int = 0
     prefix_queries: int = 0  # prompt tokens of all samples: a prompt counts for each sample of it
     prefix_hits: int = 0  # those not computed: found in the cache, or shared by samples of one request
@@ -387,6 +391,8 @@ class Step(Tagged, frozen=True, kw_only=True):
     admit_keys: memoryview = EMPTY  # int32 [a]: Prompt.key
     admit_starts: memoryview = EMPTY  # int32 [a]
     admit_seeds: memoryview = EMPTY  # int64 [a]: the row's random stream; draw i belongs to output token i
+    # int32 [a]: the snapshot of the recurrent state that the row begins with, read before the pass; -1: it has none.
+    admit_snapshots: memoryview = EMPTY  # empty: the model has no such states
     # Pages copied (source to target, all layers) before the pass; all are read before any is written.
     copy_sources: memoryview = EMPTY  # int32 [c]
     copy_targets: memoryview = EMPTY  # int32 [c]
@@ -405,6 +411,10 @@ class Step(Tagged, frozen=True, kw_only=True):
     chunk_slots: memoryview = EMPTY  # int32 [k]
     chunk_lengths: memoryview = EMPTY  # int32 [k]: tokens of the prompt from the row's position on
     chunk_samples: memoryview = EMPTY  # bool [k]: sample from the chunk's last position
+    # Recurrent states that the pass keeps: that of the slot after so many tokens of its chunk, in a snapshot.
+    save_slots: memoryview = EMPTY  # int32 [v]
+    save_lengths: memoryview = EMPTY  # int32 [v]
+    save_snapshots: memoryview = EMPTY  # int32 [v]
     # Passes of the same decoding rows and groups, each with a StepDone of its own: step_id, step_id + 1, …
     num_passes: int = 1
 

@@ -6,6 +6,7 @@ Made without transformers, in milliseconds; transformers reads them as it reads 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,24 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
 }
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # some of their layers are recurrent
+_HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+_SHARED = {"moe_intermediate_size": 20, "shared_expert_intermediate_size": 24}
+_SEEING = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
 
 
 _OWN_FIELDS: dict[str, dict[str, Any]] = {
@@ -115,10 +132,12 @@ _OWN_FIELDS: dict[str, dict[str, Any]] = {
     "mistral3": {"sliding_window": None},
 }
 _OWN_FIELDS["gemma3"] = _OWN_FIELDS["gemma3_text"]
+_OWN_FIELDS |= dict.fromkeys((*HYBRIDS, "qwen3_5"), _HYBRID)
 # Families whose checkpoints have a text part: what it is, and fields of the whole.
 TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3": ("mistral", {"spatial_merge_size": 2, "image_token_index": 10}),
     "gemma3": ("gemma3_text", {"mm_tokens_per_image": 4, "image_token_index": 10}),
+    "qwen3_5": ("qwen3_5_text", {"vision_config": _SEEING}),
 }
 _NORMS = {
     "olmo2": ("post_attention_layernorm", "post_feedforward_layernorm"),
@@ -133,11 +152,13 @@ _NORMS = {
     ),
 }
 _NORMS["gemma3_text"] = _NORMS["gemma4_text"] = _NORMS["gemma2"]
-_ADDS_ONE = ("gemma", "gemma2", "gemma3_text")  # their norms' weights are about 0
+_ADDS_ONE = ("gemma", "gemma2", "gemma3_text", *HYBRIDS)  # their norms' weights are about 0
 
 _EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40},
+    "qwen3_next": _SHARED | {"num_experts": 8, "num_experts_per_tok": 3},
+    "qwen3_5_moe_text": _SHARED | {"num_experts": 6, "num_experts_per_tok": 2},
     "gpt_oss": {
         "num_local_experts": 6,
         "num_experts_per_tok": 3,
@@ -187,10 +208,14 @@ def _write_text_part(folder: Path, config: dict[str, Any], seed: int) -> None:
     kind, fields = TEXT_PARTS[config["model_type"]]
     text = config | {"model_type": kind}
     of_whole = ("architectures", "model_type", "torch_dtype", "eos_token_id", "bos_token_id", "tie_word_embeddings")
-    whole = {name: config[name] for name in of_whole} | fields | {"text_config": text, "vision_config": _VISION}
+    whole = {name: config[name] for name in of_whole} | {"text_config": text, "vision_config": _VISION} | fields
     (folder / "config.json").write_text(json.dumps(whole))
     tensors = {f"language_model.{name}": tensor for name, tensor in random_tensors(text, seed).items()}
     tensors["vision_tower.patch_conv.weight"] = torch.zeros(8, 3, 4, 4)
+    if kind in HYBRIDS:
+        tensors = {re.sub(r"^language_model\.model\.", "model.language_model.", n): t for n, t in tensors.items()}
+        tensors = {n.removeprefix("language_model."): t for n, t in tensors.items() if "vision" not in n}
+        tensors["model.visual.merger.norm.bias"] = torch.zeros(16)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
@@ -199,15 +224,17 @@ def random_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, config["torch_dtype"])
 
-    def normal(shape: tuple[int, ...]) -> Tensor:
-        scale = shape[-1] ** -0.5 if len(shape) == 2 else 0.2
+    def normal(shape: tuple[int, ...], name: str) -> Tensor:
+        scale = shape[-1] ** -0.5 if len(shape) == 2 or name.endswith("conv1d.weight") else 0.2
         return (torch.randn(shape, generator=generator) * scale + (1.0 if len(shape) == 1 else 0.0)).to(dtype)
 
-    tensors = {name: normal(shape) for name, shape in _shapes(config).items()}
-    if config["model_type"] in _ADDS_ONE:
-        tensors = {name: tensor - 1 if tensor.dim() == 1 else tensor for name, tensor in tensors.items()}
+    tensors = {name: normal(shape, name) for name, shape in _shapes(config).items()}
     for name, tensor in tensors.items():
-        if name.endswith("gate_up_proj_bias"):
+        if config["model_type"] in _ADDS_ONE and name.endswith("norm.weight") and "linear_attn" not in name:
+            tensor -= 1
+        if name.endswith("A_log"):  # states keep much of their past
+            tensor -= 4
+        elif name.endswith("gate_up_proj_bias"):
             tensor *= 20  # so that some gates are clamped
         elif name.endswith("sinks"):
             tensor *= 3
@@ -242,7 +269,8 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             own = config | {"head_dim": config["global_head_dim"]}
             if config["attention_k_eq_v"]:
                 own["num_key_value_heads"] = config["num_global_key_value_heads"]
-        shapes |= {f"{prefix}.{name}": shape for name, shape in _attention_shapes(own, hidden).items()}
+        mixer = _recurrent_shapes if _is_recurrent(config, layer) else _attention_shapes
+        shapes |= {f"{prefix}.{name}": shape for name, shape in mixer(own, hidden).items()}
         if config["model_type"] == "gemma4_text":
             shapes[f"{prefix}.layer_scalar"] = (1,)
             if own is not config and config["attention_k_eq_v"]:
@@ -264,10 +292,14 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def has_experts(config: dict[str, Any], layer: int) -> bool:
     """Tells whether a layer of a configuration of `make_checkpoint` has experts."""
-    if config["model_type"] in ("mixtral", "gpt_oss"):
+    if config["model_type"] in ("mixtral", "gpt_oss", "qwen3_5_moe_text"):
         return True
     is_sparse = (layer + 1) % config.get("decoder_sparse_step", 1) == 0
-    return config["model_type"] == "qwen3_moe" and is_sparse and layer not in config.get("mlp_only_layers", ())
+    return (
+        config["model_type"] in ("qwen3_moe", "qwen3_next")
+        and is_sparse
+        and layer not in config.get("mlp_only_layers", ())
+    )
 
 
 def _expert_shapes(config: dict[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
@@ -291,7 +323,28 @@ def _expert_shapes(config: dict[str, Any], hidden: int) -> dict[str, tuple[int, 
     for number in range(count):
         for name, shape in zip(names, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
             shapes[f"{prefix}.experts.{number}.{name}.weight"] = shape
+    if shared := config.get("shared_expert_intermediate_size"):
+        shapes[f"{prefix}.shared_expert_gate.weight"] = (1, hidden)
+        for name, shape in zip(names, ((shared, hidden), (shared, hidden), (hidden, shared)), strict=True):
+            shapes[f"{prefix}.shared_expert.{name}.weight"] = shape
     return shapes
+
+
+def _is_recurrent(config: dict[str, Any], layer: int) -> bool:
+    return config["model_type"] in HYBRIDS and (layer + 1) % config["full_attention_interval"] > 0
+
+
+def _recurrent_shapes(config: dict[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
+    heads, dim = config["linear_num_value_heads"], config["linear_value_head_dim"]
+    keys, values = config["linear_num_key_heads"] * config["linear_key_head_dim"], heads * dim
+    if config["model_type"] == "qwen3_next":
+        projections = {"in_proj_qkvz": 2 * keys + 2 * values, "in_proj_ba": 2 * heads}
+    else:
+        projections = {"in_proj_qkv": 2 * keys + values, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size, hidden) for name, size in projections.items()}
+    shapes |= {"conv1d.weight": (2 * keys + values, 1, 4), "A_log": (heads,), "dt_bias": (heads,)}
+    shapes |= {"norm.weight": (dim,), "out_proj.weight": (hidden, values)}
+    return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
 
 
 def _attention_shapes(config: dict[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
@@ -299,7 +352,8 @@ def _attention_shapes(config: dict[str, Any], hidden: int) -> dict[str, tuple[in
     dim = config.get("head_dim") or hidden // heads
     wide, narrow = heads * dim, (config.get("num_key_value_heads") or heads) * dim
     shapes: dict[str, tuple[int, ...]] = {}
-    inputs = [("q", (wide, hidden)), ("k", (narrow, hidden)), ("v", (narrow, hidden))]
+    queries = 2 * wide if family in HYBRIDS else wide  # and their gates
+    inputs = [("q", (queries, hidden)), ("k", (narrow, hidden)), ("v", (narrow, hidden))]
     if family == "phi3":
         inputs = [("qkv", (wide + 2 * narrow, hidden))]
     for name, shape in (*inputs, ("o", (hidden, wide))):
@@ -309,7 +363,7 @@ def _attention_shapes(config: dict[str, Any], hidden: int) -> dict[str, tuple[in
             shapes[f"self_attn.{name}_proj.bias"] = shape[:1]
     if family == "gpt_oss":
         shapes["self_attn.sinks"] = (heads,)
-    if family in ("qwen3", "qwen3_moe", "gemma3_text", "gemma4_text"):
+    if family in ("qwen3", "qwen3_moe", "gemma3_text", "gemma4_text", *HYBRIDS):
         shapes |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
     if family in ("olmo2", "olmo3"):
         shapes |= {"self_attn.q_norm.weight": (wide,), "self_attn.k_norm.weight": (narrow,)}

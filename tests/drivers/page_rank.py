@@ -49,6 +49,7 @@ class Row:
     last_token: int
     opened: int
     pages: list[int] = field(default_factory=list)
+    state: list[tuple[int, int]] = field(default_factory=list)  # tokens and the weights that computed them
 
 
 class PageRank:
@@ -66,6 +67,7 @@ class PageRank:
         self.weights = 0
         self._weights_of = np.zeros_like(self.pages)  # with which each place was computed
         self._opened: dict[int, int] = {}  # weights when a prompt came, by key
+        self.snapshots: dict[int, list[tuple[int, int]]] = {}
         self.num_computed = 0
         self.num_grouped = 0  # rows of all steps that were in a group
 
@@ -87,6 +89,10 @@ class PageRank:
             self._write(slot, tokens, length)
             context = self._read(row)
             assert (context >= 0).all(), "a row sees a page that was never written"
+            if self.ready.num_snapshots:
+                self._save(step, slot, starts[slot])
+                assert [token for token, _ in row.state] == context.tolist(), "a row has another's state"
+                assert all(weights >= row.opened for _, weights in row.state), "a row has a state of older weights"
             weights = self._weights_of[row.pages].reshape(-1)[: row.position]
             assert (weights >= row.opened).all(), "a row sees a page of older weights"
             if samples:
@@ -126,6 +132,11 @@ class PageRank:
             token = int(as_i32(prompt.token_ids)[start])
             pages, opened = as_i32(prompt.pages).tolist(), self._opened[int(key)]
             self.rows[int(slot)] = Row(prompt, int(seed), int(start), token, opened, pages)
+        if self.ready.num_snapshots:
+            self._begin_states(step)
+        else:
+            assert not step.admit_snapshots
+            assert not step.save_slots
         sources, targets = as_i32(step.copy_sources), as_i32(step.copy_targets)
         assert np.unique(targets).size == targets.size
         self.pages[targets] = self.pages[sources]
@@ -139,6 +150,25 @@ class PageRank:
             assert len(as_i32(step.order)) == self.order.size
             self.order = as_i32(step.order)
         self._check_groups(step)
+
+    def _begin_states(self, step: Step) -> None:
+        slots, snapshots = as_i32(step.admit_slots), as_i32(step.admit_snapshots)
+        for slot, snapshot in zip(slots.tolist(), snapshots.tolist(), strict=True):
+            row = self.rows[slot]
+            row.state = [] if snapshot < 0 else [*self.snapshots[snapshot]]
+            assert len(row.state) == row.position, "a row begins with the state of another position"
+        lengths = dict(zip(as_i32(step.chunk_slots).tolist(), as_i32(step.chunk_lengths).tolist(), strict=True))
+        saves = zip(as_i32(step.save_slots).tolist(), as_i32(step.save_lengths).tolist(), strict=True)
+        assert all(0 < length <= lengths[slot] for slot, length in saves)
+        targets = as_i32(step.save_snapshots)
+        assert np.unique(targets).size == targets.size
+        assert all(0 <= target < self.ready.num_snapshots for target in targets)
+
+    def _save(self, step: Step, slot: int, start: int) -> None:
+        saves = (as_i32(column).tolist() for column in (step.save_slots, step.save_lengths, step.save_snapshots))
+        for each, length, snapshot in zip(*saves, strict=True):
+            if each == slot:
+                self.snapshots[snapshot] = self.rows[slot].state[: start + length]
 
     def _check_groups(self, step: Step) -> None:
         """Groups do not overlap; each of their rows has the group's pages first, and its newest token elsewhere."""
@@ -161,6 +191,7 @@ class PageRank:
             page = row.pages[row.position // self.ready.page_size]
             place = row.position % self.ready.page_size
             self.pages[page, place], self._weights_of[page, place] = token, self.weights
+            row.state.append((token, self.weights))
             row.position += 1
         assert length == tokens.size
 

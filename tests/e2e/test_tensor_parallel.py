@@ -26,6 +26,7 @@ IN_SHARDS = ("parallel.async_tp_min_tokens=3",)  # steps of prompts, and of seve
         (2, "qwen3", (*GROUPED, *IN_SHARDS)),
         pytest.param(4, "qwen2", (), marks=pytest.mark.slow),
         (2, "gpt_oss", ()),
+        (2, "qwen3_next", (*GROUPED, *IN_SHARDS)),
         (2, "qwen3_moe", ("parallel.ep=2", *GROUPED, *IN_SHARDS)),
         pytest.param(4, "qwen3_moe", ("parallel.ep=4",), marks=pytest.mark.slow),
     ],

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.cases.models import HYBRIDS
 from toka_async.checkpoint.experts_spec import ExpertsFeedSpec
 from toka_async.checkpoint.families import FAMILIES
 from toka_async.checkpoint.layer_spec import DenseFeedSpec
@@ -66,7 +67,7 @@ def check_ends(spec: ModelSpec, config: Any) -> None:
     assert spec.bos_token_id == config.bos_token_id
 
 
-@pytest.mark.parametrize("family", sorted({*FAMILIES} - {*OLDER, "gpt_oss"}))
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {*OLDER, *HYBRIDS, "gpt_oss"}))
 def test_families_of_other_layers(tmp_path: Path, family: str) -> None:
     fields = REQUIRED | {"model_type": family, "num_hidden_layers": 4, "pad_token_id": 0}
     if family == "gemma4_text":
@@ -80,8 +81,8 @@ def test_families_of_other_layers(tmp_path: Path, family: str) -> None:
     layers, eps = model.model.layers, config.rms_norm_eps
     assert (spec.norm.eps, spec.tie_embeddings) == (eps, config.tie_word_embeddings)
     check_ends(spec, config)
-    for number, (layer, ours) in enumerate(zip(layers, spec.layers, strict=True)):
-        attention, feed = ours.mixer, ours.feed
+    for number, (layer, ours, attention) in enumerate(zip(layers, spec.layers, spec.attentions, strict=True)):
+        feed = ours.feed
         assert isinstance(feed, DenseFeedSpec)
         assert attention.head_dim == layer.self_attn.head_dim
         assert attention.num_kv_heads == config.num_key_value_heads
@@ -123,3 +124,27 @@ def test_absent_fields_of_gpt_oss(tmp_path: Path, num_layers: int) -> None:
     expected |= {"theta": rope["rope_theta"], "factor": rope["factor"], "truncate": rope["truncate"]}
     assert {name: getattr(ours, name) for name in expected} == expected
     check_ends(spec, config)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_families_with_recurrent_layers(tmp_path: Path, family: str) -> None:
+    """Their own defaults; two layers of four are small enough to be made."""
+    fields = REQUIRED | {"num_hidden_layers": 4, "model_type": family, "num_experts": 4, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    spec, config = read_spec(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    from_config: Callable[[object], Any] = AutoModelForCausalLM.from_config
+    layers = from_config(config).model.layers
+    check_ends(spec, config)
+    assert spec.norm.eps == config.rms_norm_eps
+    assert len(spec.recurrences) == 3
+    recurrence, linear = spec.recurrences[0], layers[0].linear_attn
+    assert (recurrence.num_key_heads, recurrence.num_value_heads) == (linear.num_k_heads, linear.num_v_heads)
+    assert (recurrence.key_dim, recurrence.value_dim) == (linear.head_k_dim, linear.head_v_dim)
+    assert (recurrence.width, recurrence.num_channels) == (linear.conv_kernel_size, linear.conv_dim)
+    assert spec.attention.head_dim == config.head_dim
+    assert spec.attention.num_kv_heads == config.num_key_value_heads
+    assert spec.ropes[0].part == config.rope_parameters["partial_rotary_factor"]
+    for number, layer in enumerate(layers):
+        for matrix in spec.layers[number].list_mixer_matrices(spec.hidden_size):
+            names = {matrix.fused} if matrix.fused else {*matrix.names}
+            assert sum(layer.get_submodule(name).out_features for name in names) == matrix.num_outputs

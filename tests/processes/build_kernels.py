@@ -14,18 +14,23 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 
 from tests.fakes.offline_gpus import OfflineGpu
 from toka_async.attention import build
+from toka_async.attention.base import AttentionBatch, ChunkStates
 from toka_async.attention.choice import AutoChunks
 from toka_async.attention.kv_cache import CacheFormat, KVCache
 from toka_async.attention.paged import PagedAttention
+from toka_async.attention.states.cache import StateCache
+from toka_async.attention.states.triton_ops import TritonStateOps
 from toka_async.attention.triton import TritonChunks
 from toka_async.kernels import few_rows, prefill
 from toka_async.kernels.append import append
 from toka_async.kernels.built import explain_unbuilt
+from toka_async.kernels.delta.layer import DeltaShape, DeltaWeights
 from toka_async.kernels.experts import few_tokens, routing
 from toka_async.kernels.experts.grouped import GroupedProducts
 from toka_async.kernels.experts.mixture import ExpertKernels, ExpertPlan
@@ -194,6 +199,25 @@ def build_sampling(dtype: str, vocab: int) -> str:
     return "all"
 
 
+def build_states(dtype: str, key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> str:
+    """Builds what recurrent layers compute, in steps of rows that decode and chunks of prompts."""
+    kind, shape = getattr(torch, dtype), DeltaShape(key_heads, value_heads, key_dim, value_dim, width=4)
+    cache = StateCache(shape, 1, max_seqs=2, num_snapshots=1, dtype=kind, device=CPU)
+    ops, heads = TritonStateOps(cache), torch.zeros(value_heads)
+    weights = DeltaWeights(
+        torch.zeros(shape.num_channels, 4, dtype=kind), heads, heads, torch.zeros(value_dim, dtype=kind), 1e-6
+    )
+    inputs, z = torch.zeros(81, shape.num_channels, dtype=kind), torch.zeros(81, shape.num_values, dtype=kind)
+    none, lengths = torch.zeros(1, dtype=torch.int32), np.asarray([1, 80], np.int32)
+    states = ChunkStates(np.asarray([1], np.int32), ((0, 70, 0),))
+    batch = AttentionBatch(
+        1, lengths, lengths, none, torch.zeros(2, dtype=torch.int64), none[None], none, states=states
+    )
+    ops.plan(batch)
+    ops.compute(0, inputs, z, torch.zeros(81, 2 * value_heads, dtype=kind), weights)
+    return "all"
+
+
 BUILDERS: dict[str, Callable[..., str]] = {
     "attention": build_attention,
     "layer": build_layer,
@@ -202,6 +226,7 @@ BUILDERS: dict[str, Callable[..., str]] = {
     "few rows": build_few_rows,
     "quantized": build_quantized,
     "sampling": build_sampling,
+    "states": build_states,
 }
 
 

@@ -61,6 +61,7 @@ class CoreMachine(RuleBasedStateMachine):
         until_full=st.booleans(),
         group_min_seqs=st.sampled_from([0, 2, 2, 3]),
         group_min_tokens=st.integers(1, 7),
+        num_snapshots=st.sampled_from([0, 1, 2, 5]),
         step_limits=st.sampled_from([StepLimits(), StepLimits(9 * TOKEN, 4 * TOKEN, least_tokens=1)]),
     )
     def start(
@@ -70,6 +71,7 @@ class CoreMachine(RuleBasedStateMachine):
         max_seqs: int,
         extra_tokens: int,
         until_full: bool,
+        num_snapshots: int,
         **options: Unpack[CoreOptions],
     ) -> None:
         ready = Ready(
@@ -79,6 +81,7 @@ class CoreMachine(RuleBasedStateMachine):
             max_context=64,
             vocab_size=VOCAB,
             token_seconds=TOKEN,
+            num_snapshots=num_snapshots,
         )
         self.ready = ready
         rank = TimedPageRank(ready)
@@ -177,6 +180,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.rank.weights += 1
         if isinstance(order.action, Sleep):
             self.rank.pages[:] = -1
+            self.rank.snapshots.clear()
         return ControlDone(number=order.number)
 
     def order(self, action: AnyAction) -> None:

@@ -23,6 +23,17 @@ class PrefixGroup:
 
 
 @dataclass(slots=True, frozen=True)
+class ChunkStates:
+    """What layers with a recurrent state must know of the chunks, on the host.
+
+    slots: of each chunk. saves: chunk, tokens of it, and the snapshot in which its state after them is kept.
+    """
+
+    slots: Int32
+    saves: tuple[tuple[int, int, int], ...] = ()
+
+
+@dataclass(slots=True, frozen=True)
 class AttentionBatch:
     """The rows of one step: decoding rows (one token each) first, then chunks of prompts.
 
@@ -31,7 +42,7 @@ class AttentionBatch:
     contexts: the same on the device. slots: int64 [rows] on the device, each row's row of the page table. page_table:
     int32 [slots, width] on the device; entries past a slot's pages are any valid page. write_indices: int64 [tokens] on
     the device, where each token's key and value go: page * page_size + offset. groups: shared prefixes among the
-    decoding rows, in row order, not overlapping.
+    decoding rows, in row order, not overlapping. states: None: no layer has any, or nothing but rows that decode.
     """
 
     num_decode: int
@@ -42,6 +53,7 @@ class AttentionBatch:
     page_table: Tensor
     write_indices: Tensor
     groups: tuple[PrefixGroup, ...] = ()
+    states: ChunkStates | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -73,7 +85,7 @@ class AttentionBackend(Protocol):
         """Normalizes and rotates queries and keys, writes the tokens' keys and values, then attends.
 
         heads [tokens, heads + 2 kv_heads, dim]: queries, keys, values as projected. rotation: cos and signed sin, each
-        [tokens, 1, dim] (`model.rope`). sinks [heads]: of each head a further logit that takes part in the softmax,
+        [tokens, 1, turned] (`model.rope`). sinks [heads]: of each head a further logit that takes part in the softmax,
         without a value (arXiv:2309.17453); either all layers have them or none. Returns [tokens, heads, dim]. A row may
         read what another row writes.
         """

@@ -20,15 +20,14 @@ RotationFunction = Callable[[Tensor, Tensor, float, torch.dtype], tuple[Tensor, 
 def compute_rotation(
     positions: Tensor, inverse_frequencies: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Turns positions [t] into cos and signed sin times the scale, each [t, 1, dim] in the dtype.
+    """Turns positions [t] into cos and signed sin times the scale, each [t, 1, turned] in the dtype.
 
-    inverse_frequencies: float32 [dim / 2]; where they are 0 nothing turns, and the scale does not count. The first half
-    of the sin is negated.
+    inverse_frequencies: float32 [turned / 2]. The first half of the sin is negated.
     """
     angles = positions[:, None].float() * inverse_frequencies  # [t, dim / 2]
     cos, sin = angles.cos(), angles.sin()
     if scale != 1.0:
-        cos, sin = torch.where(inverse_frequencies == 0, cos, cos * scale), sin * scale
+        cos, sin = cos * scale, sin * scale
     cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
     return cos.to(dtype)[:, None], sin.to(dtype)[:, None]
 
@@ -47,27 +46,29 @@ class Rope(nn.Module):
         self._compute = compute
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Turns positions [t] into cos and signed sin, each [t, 1, dim]."""
+        """Turns positions [t] into cos and signed sin, each [t, 1, turned]: of the dimensions of a head that turn."""
         return self._compute(positions, self.inverse_frequencies, self.scale, dtype)
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates heads [t, heads, dim]: dimension i pairs with i + dim / 2."""
+    """Rotates heads [t, heads, dim]: of the first dimensions, which turn, i pairs with i + turned / 2."""
     cos, sin = rotation
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+    turned = cos.shape[-1]
+    if turned < x.shape[-1]:
+        return torch.cat([rotate(x[..., :turned], rotation), x[..., turned:]], dim=-1)
+    return torch.addcmul(x * cos, x.roll(turned // 2, dims=-1), sin)
 
 
 def compute_frequencies(spec: RopeSpec, dim: int) -> Tensor:
-    """Computes the angle that each pair of dimensions turns per position: float32 [dim / 2], on the CPU.
+    """Computes the angle that each pair of dimensions turns per position: float32 [turned / 2], on the CPU.
 
-    Pairs that do not turn are the last ones, see `RopeSpec.order_head`.
+    dim: of a head, of which the first dimensions turn.
     """
     turned = spec.count_turned(dim)
-    frequencies = torch.zeros(dim // 2, dtype=torch.float32, device="cpu")
-    if spec.kind == "proportional":
-        frequencies[: turned // 2] = _compute_turning(spec, dim)[: turned // 2]
-    else:
-        frequencies[: turned // 2] = _compute_turning(spec, turned)
+    if spec.kind != "proportional":
+        return _compute_turning(spec, turned)
+    frequencies = torch.zeros(dim // 2, dtype=torch.float32, device="cpu")  # what does not turn is in pairs as well
+    frequencies[: turned // 2] = _compute_turning(spec, dim)[: turned // 2]
     return frequencies
 
 

@@ -1,7 +1,8 @@
 """The least time of a step on a device: its matrices, and what it must read, at rates measured there.
 
 The floor is the sum of the model's matrices (reading them, or multiplying with them at the rate of large ones: what
-takes longer), attention (likewise, a group's prefix read once) and reading the logits once. Beside it stands what the
+takes longer), attention (likewise, a group's prefix read once; of a recurrent layer reading and writing the rows'
+states) and reading the logits once. Beside it stands what the
 matrices take as torch multiplies at the step's number of tokens, which with few tokens is longer than to read them.
 Knows shapes; knows no kernels and no steps.
 """
@@ -20,6 +21,7 @@ from torch.nn import functional
 
 from toka_async.bench.step_load import Case
 from toka_async.checkpoint.attention_spec import AttentionSpec
+from toka_async.checkpoint.delta_net_spec import DeltaNetSpec
 from toka_async.checkpoint.matrix_spec import MatrixSpec
 from toka_async.checkpoint.quantization import FORMATS
 from toka_async.checkpoint.spec import ModelSpec
@@ -77,7 +79,8 @@ class Floor:
         products = [*((case.num_tokens, matrix) for matrix in layers), (num_sampled, spec.head_matrix)]
         return FloorParts(
             matrices=sum(self._multiply(*product) for product in products),
-            attention=sum(self._attention(case, grouped, attention) for attention in spec.attentions),
+            attention=sum(self._attention(case, grouped, attention) for attention in spec.attentions)
+            + sum(self._recurrence(case, recurrence) for recurrence in spec.recurrences),
             sampling=num_sampled * spec.vocab_size * self._dtype.itemsize / self.bandwidth,
             by_torch=sum(self._time_torch(*product) for product in products),
         )
@@ -119,6 +122,12 @@ class Floor:
         own_bytes, prefix_bytes = case.rows * own * bytes_each, case.groups * prefix * bytes_each
         prefix_flops = case.rows * prefix * flops_each
         return own_bytes / self.bandwidth + max(prefix_bytes / self.bandwidth, prefix_flops / self.flops)
+
+    def _recurrence(self, case: Case, recurrence: DeltaNetSpec) -> float:
+        """Returns the seconds of one layer with a state: each row's is read and written once, whatever its context."""
+        num_bytes = 2 * (case.rows or 1) * recurrence.count_state_bytes(self._dtype.itemsize)
+        flops = case.num_tokens * recurrence.count_flops()
+        return max(num_bytes / self.bandwidth, flops / self.flops)
 
 
 def count_seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -93,6 +93,9 @@ class AttentionSpec(msgspec.Struct, frozen=True, tag="attention", kw_only=True):
         order = () if self.rope is None else self.rope.order_head(self.head_dim)
         queries, keys = (Units(count, self.head_dim, order) for count in (self.num_heads, self.num_kv_heads))
         values, hidden = Units(self.num_kv_heads, self.head_dim), Units(hidden_size)
+        if self.gated:  # a head's query and then its gate; on a rank all gates come first, so that other heads touch
+            dim = self.head_dim
+            queries = Units(self.num_heads, 2 * dim, kinds=((dim, dim), (0, dim)))
         value_name = "self_attn.k_proj" if self.values_are_keys else "self_attn.v_proj"
         return (
             MatrixSpec(
@@ -116,7 +119,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, tag="attention", kw_only=True):
 
     def count_values(self) -> int:
         """Counts a token's values that are alive at once, beside the layer's input: projections, before and after."""
-        return 2 * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return 2 * (self.num_heads * (1 + self.gated) + 2 * self.num_kv_heads) * self.head_dim
 
     def count_weights(self) -> int:
         """Counts the parameters beside the matrices."""

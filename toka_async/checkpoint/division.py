@@ -132,6 +132,8 @@ def check_division(spec: ModelSpec, pp: int, tp: int) -> None:
     if pp > spec.num_layers:
         raise ModelError(f"parallel.pp={pp}: the model has {spec.num_layers} layers; use at most {spec.num_layers}")
     check_tensor_size(spec, tp)
+    if not all(make_stage_spec(spec, part).attentions for part in stage_parts(spec, pp, tp)):
+        raise ModelError(f"parallel.pp={pp}: a stage would have no layer with attention; use fewer stages")
 
 
 def stage_parts(spec: ModelSpec, pp: int, tp: int) -> list[StagePart]:

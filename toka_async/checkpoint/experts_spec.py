@@ -30,6 +30,8 @@ class ExpertNames(msgspec.Struct, frozen=True):
     up: str = "up_proj"
     down: str = "down_proj"
     gate_up: str = ""
+    shared: str = "mlp.shared_expert"
+    shared_gate: str = "mlp.shared_expert_gate"
 
     def name_matrix(self, number: int, name: str) -> str:
         """Names a matrix of an expert in its layer."""
@@ -68,9 +70,10 @@ class ExpertMatrixSpec(MatrixSpec, frozen=True, kw_only=True):
 class ExpertsFeedSpec(msgspec.Struct, frozen=True, tag="experts", kw_only=True):
     """`num_experts` networks of `inner` units, of which each token passes through `top_k`.
 
-    renormalizes: a token's shares of its experts add up to 1. bias: router and experts have one. num_groups: groups of
-    tensor ranks, each of which has some of the experts; a group's ranks have a part of each unit. num_held: experts of
-    a rank; all, in the whole model.
+    renormalizes: a token's shares of its experts add up to 1. bias: router and experts have one. shared: units of a
+    network of all tokens, whose share a gate of its own says; 0: there is none. num_groups: groups of tensor ranks,
+    each of which has some of the experts; a group's ranks have a part of each unit. num_held: experts of a rank; all,
+    in the whole model.
     """
 
     inner: int
@@ -79,19 +82,21 @@ class ExpertsFeedSpec(msgspec.Struct, frozen=True, tag="experts", kw_only=True):
     top_k: int
     renormalizes: bool
     names: ExpertNames
+    shared: int = 0
     bias: bool = False
     num_groups: int = 1
     num_held: int = 0
 
     def can_divide(self, tp: int) -> bool:
         whole = tp % self.num_groups == 0 and self.num_experts % self.num_groups == 0
-        return whole and self.inner % (tp // self.num_groups) == 0
+        return whole and self.inner % (tp // self.num_groups) == 0 and self.shared % tp == 0
 
     def divide(self, tp: int) -> ExpertsFeedSpec:
         """Returns what one of `tp` ranks computes."""
         return msgspec.structs.replace(
             self,
             inner=self.inner // (tp // self.num_groups),
+            shared=self.shared // tp,
             num_held=self.num_experts // self.num_groups,
             num_groups=1,
         )
@@ -101,8 +106,11 @@ class ExpertsFeedSpec(msgspec.Struct, frozen=True, tag="experts", kw_only=True):
         grouped = f" in parallel.ep={self.num_groups} groups" if self.num_groups > 1 else ""
         return f"{self.num_experts} experts{grouped} with a moe_intermediate_size of {self.inner}"
 
-    def list_matrices(self, hidden_size: int, format: str) -> tuple[MatrixSpec, ExpertMatrixSpec, ExpertMatrixSpec]:
-        """Returns the router, whose weights are never quantized, gate and up as one, and down."""
+    def list_matrices(self, hidden_size: int, format: str) -> tuple[MatrixSpec, ...]:
+        """Returns the router, whose weights are never quantized, gate and up as one, and down.
+
+        Those of a shared expert follow: its gate, which is never quantized either, gate and up as one, and down.
+        """
         hidden, inner, names = Units(hidden_size), Units(self.inner), self.names
         router = MatrixSpec(
             names=(self.names.router,),
@@ -125,8 +133,20 @@ class ExpertsFeedSpec(msgspec.Struct, frozen=True, tag="experts", kw_only=True):
         down = msgspec.structs.replace(
             gate_up, names=(names.name_matrix(0, names.down),), outputs=(hidden,), inputs=inner, split="inputs"
         )
-        return router, gate_up, down
+        return router, gate_up, down, *self._list_shared_matrices(hidden_size, format)
+
+    def _list_shared_matrices(self, hidden_size: int, format: str) -> tuple[MatrixSpec, ...]:
+        if not self.shared:
+            return ()
+        hidden, inner, names = Units(hidden_size), Units(self.shared), self.names
+        first, last = (f"{names.shared}.{names.gate}", f"{names.shared}.{names.up}"), (f"{names.shared}.{names.down}",)
+        return (
+            MatrixSpec(names=(names.shared_gate,), outputs=(Units(1),), inputs=hidden, split="outputs"),
+            MatrixSpec(names=first, outputs=(inner, inner), inputs=hidden, split="outputs", format=format),
+            MatrixSpec(names=last, outputs=(hidden,), inputs=inner, split="inputs", format=format),
+        )
 
     def count_values(self, hidden_size: int) -> int:
         """Counts a token's values that are alive at once, beside the layer's input: each expert's, and their sums."""
-        return self.top_k * (self.inner + hidden_size) + hidden_size
+        of_shared = 3 * self.shared + hidden_size if self.shared else 0
+        return self.top_k * (self.inner + hidden_size) + hidden_size + of_shared

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from toka_async.checkpoint.attention_spec import HeadNormSpec
 from toka_async.checkpoint.experts_spec import CLAMPED_SWIGLU, ExpertNames
@@ -28,8 +29,10 @@ GLM4 = NormNames("input_layernorm", "post_self_attn_layernorm", "post_attention_
 class ExpertsFamily(msgspec.Struct, frozen=True, kw_only=True):
     """The experts of one `model_type`.
 
-    inner_field: names their inner size. renormalizes: None: norm_topk_prob says. in_all_layers: otherwise
-    decoder_sparse_step and mlp_only_layers say in which. activation: whatever hidden_act says; None: as that says.
+    inner_field: names their inner size. renormalizes: None: norm_topk_prob says, or renormalizes_unsaid where it is
+    absent. in_all_layers: otherwise decoder_sparse_step and mlp_only_layers say in which. shared: the inner size of an
+    expert of all tokens, unless shared_expert_intermediate_size names it; 0: there is none. activation: whatever
+    hidden_act says; None: as that says.
     """
 
     names: ExpertNames
@@ -41,6 +44,23 @@ class ExpertsFamily(msgspec.Struct, frozen=True, kw_only=True):
     in_all_layers: bool
     activation: str | None = None
     bias: bool = False
+    renormalizes_unsaid: bool = False
+    shared: int = 0
+
+
+class DeltaNetFamily(msgspec.Struct, frozen=True):
+    """The layers of one `model_type` that have a state in place of keys and values. by_head: see `DeltaNetSpec`.
+
+    interval: every so many layers has attention, where `layer_types` and `full_attention_interval` do not say it.
+    """
+
+    by_head: bool
+    num_key_heads: int = 16
+    num_value_heads: int = 32
+    key_dim: int = 128
+    value_dim: int = 128
+    width: int = 4
+    interval: int = 4
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,13 +69,14 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads, head_dim: where the configuration has none; None: num_attention_heads, and hidden_size /
     num_attention_heads. attention_bias: where it is not said. output_bias_field: names the flag of the output
     projection's bias. fused_qkv, fused_gate_up: the checkpoint has these projections as one tensor of this name; empty:
-    each by itself. ropes_by_type: layers with a window have a rope of their own. skips_ropes: `no_rope_layers` names
-    layers without. windows: all_if_used: `use_sliding_window`; by_layer: also `max_window_layers`, `layer_types`;
-    by_type: `layer_types`, and without them all but each `period`th layer (0: all layers); by_type_if_used: likewise if
-    `use_sliding_window`, and without types those without a rope. scales: whose fields of scales and soft caps the
-    configuration has. tied: logits are by the embedding, where it is not said. heads_by_type: layers that see all have
-    heads of `global_head_dim`, and maybe no values of their own. value_norm, scalar: see `AttentionSpec`, `LayerSpec`.
-    refused: fields that must be 0, false or absent, and their values where they are not said.
+    each by itself. gated: attention has gates. delta_net: of layers without attention. ropes_by_type: layers with a
+    window have a rope of their own. skips_ropes: `no_rope_layers` names layers without. windows: all_if_used:
+    `use_sliding_window`; by_layer: also `max_window_layers`, `layer_types`; by_type: `layer_types`, and without them
+    all but each `period`th layer (0: all layers); by_type_if_used: likewise if `use_sliding_window`, and without types
+    those without a rope. scales: whose fields of scales and soft caps the configuration has. tied: logits are by the
+    embedding, where it is not said. heads_by_type: layers that see all have heads of `global_head_dim`, and maybe no
+    values of their own. value_norm, scalar: see `AttentionSpec`, `LayerSpec`. refused: fields that must be 0, false or
+    absent, and their values where they are not said.
     """
 
     max_positions: int
@@ -70,6 +91,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     fused_gate_up: str = ""
     activation: str = "silu"
     head_norm: HeadNormSpec | None = None
+    gated: bool = False
+    delta_net: DeltaNetFamily | None = None
     norms: NormNames = NormNames()
     norm_eps: float = 1e-6
     norm_adds_one: bool = False
@@ -91,6 +114,45 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     bos_token_ids: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
 
+
+_QWEN3_NEXT = Family(
+    max_positions=32768,
+    num_kv_heads=2,
+    head_dim=256,
+    qkv_bias=None,
+    output_bias=None,
+    head_norm=HeadNormSpec(adds_one=True),
+    gated=True,
+    delta_net=DeltaNetFamily(by_head=True),
+    norm_adds_one=True,
+    rope=RopeDefaults(part=0.25),
+    experts=ExpertsFamily(
+        names=ExpertNames(),
+        num_experts=512,
+        top_k=10,
+        inner_field="moe_intermediate_size",
+        inner=512,
+        renormalizes=None,
+        renormalizes_unsaid=True,
+        in_all_layers=False,
+        shared=512,
+    ),
+)
+_QWEN3_5 = replace(_QWEN3_NEXT, num_kv_heads=4, delta_net=DeltaNetFamily(by_head=False), experts=None)
+_QWEN3_5_MOE = replace(
+    _QWEN3_5,
+    num_kv_heads=2,
+    experts=ExpertsFamily(
+        names=ExpertNames(),
+        num_experts=256,
+        top_k=8,
+        inner_field="moe_intermediate_size",
+        inner=512,
+        renormalizes=True,
+        in_all_layers=True,
+        shared=512,
+    ),
+)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -140,6 +202,9 @@ FAMILIES: dict[str, Family] = {
             in_all_layers=False,
         ),
     ),
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
     "mixtral": Family(
         max_positions=131072,
         num_kv_heads=8,
@@ -364,4 +429,10 @@ FAMILIES: dict[str, Family] = {
 }
 
 # Models with several parts, of which the text part is run: what its own `model_type` is if it does not say.
-TEXT_PARTS = {"mistral3": "mistral", "gemma3": "gemma3_text", "gemma4": "gemma4_text"}
+TEXT_PARTS = {
+    "mistral3": "mistral",
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}

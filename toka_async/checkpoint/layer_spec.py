@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from toka_async.checkpoint.attention_spec import AttentionSpec
+from toka_async.checkpoint.delta_net_spec import DeltaNetSpec
 from toka_async.checkpoint.experts_spec import ExpertsFeedSpec
 from toka_async.checkpoint.foreign_spec import ForeignAttentionSpec, ForeignFeedSpec
 from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
@@ -58,7 +59,7 @@ class DenseFeedSpec(msgspec.Struct, frozen=True, tag="dense"):
         return 3 * self.inner
 
 
-MixerSpec = AttentionSpec | ForeignAttentionSpec
+MixerSpec = AttentionSpec | DeltaNetSpec | ForeignAttentionSpec
 FeedSpec = DenseFeedSpec | ExpertsFeedSpec | ForeignFeedSpec
 
 

@@ -53,6 +53,13 @@ def resolve_limits(model: ModelConfig, schedule: ScheduleConfig, spec: ModelSpec
     return RankLimits(max_seqs, max_tokens, max_context)
 
 
+def resolve_num_snapshots(cache: CacheConfig, spec: ModelSpec, max_seqs: int) -> int:
+    """Returns how many states are kept beside those of rows; 0 for a model without recurrent layers."""
+    if not spec.recurrences:
+        return 0
+    return max(16, max_seqs // 4) if cache.num_snapshots == "auto" else cache.num_snapshots
+
+
 def resolve_num_pages(cache: CacheConfig, limits: RankLimits, page_bytes: int, auto_bytes: int, most_bytes: int) -> int:
     """Returns the pages of the KV cache; with `auto` no more than max_seqs sequences of max_context need.
 

@@ -28,12 +28,15 @@ WEIGHT_BYTES: dict[str, Callable[[int, int, int], int]] = {
 class Units(msgspec.Struct, frozen=True):
     """One side of a matrix: `count` units of `size` values, such as heads. Tensor ranks divide units.
 
-    order: which value of a unit in the checkpoint is the first, the second, and so on; empty: they are in order.
+    order: which value of a unit in the checkpoint is the first, the second, and so on; empty: they are in order. kinds:
+    (first value, values) of each kind that a unit has, such as a head's gate and its query: on a rank all units' values
+    of the first kind come first, and so on; empty: units lie one after the other.
     """
 
     count: int
     size: int = 1
     order: tuple[int, ...] = ()
+    kinds: tuple[tuple[int, int], ...] = ()
 
     @property
     def total(self) -> int:
@@ -69,8 +72,10 @@ class MatrixSpec(msgspec.Struct, frozen=True, kw_only=True):
         quantization = FORMATS.get(self.format)
         if quantization is None or quantization.scaling != "block":
             return True
-        is_split = any(units.order and BLOCK % units.size for units in self.outputs)  # values would change their block
-        is_split = is_split or len(set(self.names)) < len(self.names)
+        # Values would change their block, or have two.
+        is_split = any(units.order and BLOCK % units.size for units in self.outputs)
+        is_split |= any(place % BLOCK for units in self.outputs for kind in units.kinds for place in kind)
+        is_split |= not self.fused and len(set(self.names)) < len(self.names)
         return not is_split and not any(units.total % BLOCK for units in (*self.outputs, self.inputs))
 
     def count_bytes(self, itemsize: int) -> int:

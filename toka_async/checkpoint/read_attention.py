@@ -73,6 +73,7 @@ def read_attentions(file: JsonFile, family: Family, num_layers: int, scales: Mod
         bias=read_bias(file, "attention_bias", family.qkv_bias, family.attention_bias),
         output_bias=read_bias(file, family.output_bias_field, family.output_bias),
         head_norm=family.head_norm,
+        gated=family.gated,
         fused=family.fused_qkv,
         value_norm=family.value_norm,
     )
@@ -186,7 +187,7 @@ def _read_windows(file: JsonFile, family: Family, have_rope: list[bool]) -> list
     if family.windows == "all_if_used":
         return [window] * num_layers
     if file.has("layer_types"):
-        return [_find_window(file, kind, window) for kind in _read_layer_types(file, num_layers)]
+        return [_find_window(file, kind, window) for kind in read_layer_types(file, num_layers)]
     if family.windows == "by_layer":
         first = file.integer("max_window_layers", 28, least=0)
         return [window if layer >= first else 0 for layer in range(num_layers)]
@@ -196,7 +197,7 @@ def _read_windows(file: JsonFile, family: Family, have_rope: list[bool]) -> list
     return [window if (layer + 1) % period else 0 for layer in range(num_layers)]
 
 
-def _read_layer_types(file: JsonFile, num_layers: int) -> list[object]:
+def read_layer_types(file: JsonFile, num_layers: int) -> list[object]:
     kinds = file.fields["layer_types"]
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise file.error("layer_types", f"must be a list of num_hidden_layers ({num_layers}) entries")

@@ -45,19 +45,15 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
         return int(head_dim * self.part)
 
     def order_head(self, head_dim: int) -> tuple[int, ...]:
-        """Orders a head's dimensions so that each turns with the one half a head further, and the turning ones first.
+        """Orders a head's dimensions so that halves of what turns do so together, and not neighbours.
 
         Products of queries and keys do not change when both are reordered, so weights are as they are
         loaded. Empty: the dimensions are in that order.
         """
-        turned, half = self.count_turned(head_dim), head_dim // 2
-        if (turned == head_dim and not self.interleaved) or self.kind == "proportional":
+        if not self.interleaved:
             return ()
-        pairs = turned // 2
-        places = range(turned)
-        low, high = (places[::2], places[1::2]) if self.interleaved else (places[:pairs], places[pairs:])
-        rest = range(turned, head_dim)
-        return *low, *rest[: half - pairs], *high, *rest[half - pairs :]
+        turned = self.count_turned(head_dim)
+        return *range(0, turned, 2), *range(1, turned, 2), *range(turned, head_dim)
 
     def max_context(self, max_positions: int) -> int:
         """Returns the tokens of a sequence; linear and yarn stretch `max_position_embeddings`."""

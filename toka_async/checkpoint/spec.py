@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from toka_async.checkpoint.attention_spec import AttentionSpec
+from toka_async.checkpoint.delta_net_spec import DeltaNetSpec
 from toka_async.checkpoint.experts_spec import CLAMPED_SWIGLU, SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertsFeedSpec
 from toka_async.checkpoint.families import FAMILIES, TEXT_PARTS, ExpertsFamily, Family
 from toka_async.checkpoint.json_file import JsonFile, ModelError
@@ -20,6 +21,7 @@ from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
 from toka_async.checkpoint.names import TEXT_PREFIXES
 from toka_async.checkpoint.quantization import MADE_AT_LOAD, Quantization, read_quantization
 from toka_async.checkpoint.read_attention import read_attentions, read_bias, read_scales
+from toka_async.checkpoint.read_mixers import read_mixers
 from toka_async.checkpoint.rope_spec import RopeSpec
 
 __all__ = ["ModelError", "ModelSpec", "RopeSpec", "read_spec"]
@@ -67,6 +69,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def attention(self) -> AttentionSpec:
         """The first layer's that has one."""
         return self.attentions[0]
+
+    @property
+    def recurrences(self) -> tuple[DeltaNetSpec, ...]:
+        """Those of the layers that keep a state for each sequence, in order; they are alike."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaNetSpec))
+
+    def count_state_bytes(self, itemsize: int) -> int:
+        """Counts the bytes of a sequence's states. itemsize: of a value of the model's dtype."""
+        return sum(recurrence.count_state_bytes(itemsize) for recurrence in self.recurrences)
 
     @property
     def attention_kinds(self) -> dict[AttentionSpec, tuple[int, ...]]:
@@ -147,7 +158,7 @@ def read_spec(model_dir: Path, quantize: str = "none") -> ModelSpec:
     hidden_size = file.integer("hidden_size")
     scales = read_scales(file, family, hidden_size)
     attentions = read_attentions(file, family, num_layers, scales)
-    feeds = _feeds(file, family, num_layers)
+    mixers, feeds = read_mixers(file, family, attentions), _feeds(file, family, num_layers)
     max_positions = file.integer("max_position_embeddings", family.max_positions)
     stretched = (each.rope.max_context(max_positions) for each in attentions if each.rope is not None)
     bos = file.token_ids("bos_token_id", family.bos_token_ids)
@@ -157,7 +168,7 @@ def read_spec(model_dir: Path, quantize: str = "none") -> ModelSpec:
         hidden_size=hidden_size,
         norm=NormSpec(file.number("rms_norm_eps", family.norm_eps), family.norm_adds_one),
         tie_embeddings=file.flag("tie_word_embeddings", family.tied),
-        layers=tuple(LayerSpec(*halves, family.norms, family.scalar) for halves in zip(attentions, feeds, strict=True)),
+        layers=tuple(LayerSpec(*halves, family.norms, family.scalar) for halves in zip(mixers, feeds, strict=True)),
         max_context=max(stretched, default=max_positions),
         dtype=_one_of(file, "dtype" if file.has("dtype") else "torch_dtype", "float32", DTYPES),
         bos_token_id=bos[0] if bos else None,
@@ -267,7 +278,10 @@ def _read_experts(file: JsonFile, family: ExpertsFamily, activation: str) -> Exp
         activation=family.activation or activation,
         num_experts=num_experts,
         top_k=top_k,
-        renormalizes=file.flag("norm_topk_prob", False) if renormalizes is None else renormalizes,
+        renormalizes=(
+            file.flag("norm_topk_prob", family.renormalizes_unsaid) if renormalizes is None else renormalizes
+        ),
+        shared=file.integer("shared_expert_intermediate_size", family.shared) if family.shared else 0,
         names=family.names,
         bias=family.bias,
     )

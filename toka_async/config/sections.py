@@ -336,6 +336,13 @@ class CacheConfig(Section, frozen=True, kw_only=True):
         bool, Meta(description="on a GPU: place the cache so that its memory can be given back while the engine sleeps")
     ] = False
     prefix: Annotated[bool, Meta(description="reuse the cached pages of earlier prompts (prefix caching)")] = True
+    num_snapshots: Annotated[
+        Count | Auto,
+        Meta(
+            description="states of recurrent layers that are kept beside those of running sequences, for samples that "
+            "have not started and for prompts that begin alike; auto: a quarter of schedule.max_seqs, at least 16"
+        ),
+    ] = "auto"
 
 
 class ScheduleConfig(Section, frozen=True, kw_only=True):

@@ -30,9 +30,10 @@ def append(
 ) -> Tensor:
     """Writes keys and values to the cache; returns the rotated queries [tokens, heads, dim].
 
-    heads [tokens, heads + 2 kv_heads, dim], contiguous. rotation: cos and signed sin (the first half of the sin
-    negated), [tokens, 1, dim] each; dimension i pairs with i + dim / 2. keys, values: one layer of the cache
-    [pages, kv_heads, page_size, dim]. write_indices int64 [tokens]: page * page_size + offset.
+    heads [tokens, heads + 2 kv_heads, dim], a token's contiguous. rotation: cos and signed sin (the first half of the
+    sin negated), [tokens, 1, turned] each: of the first dimensions, which turn, i pairs with i + turned / 2. keys,
+    values: one layer of the cache [pages, kv_heads, page_size, dim]. write_indices int64 [tokens]: page * page_size +
+    offset.
     norm_weight [heads + kv_heads, dim]: RMSNorm of each query and key head first (see `QueryKeyNorm`). scales: if the
     cache stores E4M3, keys and values are divided by these, and saturate.
     """
@@ -40,7 +41,7 @@ def append(
     kv_heads, page_size = keys.shape[1:3]
     num_heads = num_all - 2 * kv_heads
     cos, sin = rotation
-    assert heads.is_contiguous()
+    assert heads.stride()[1:] == (dim, 1)
     assert cos.is_contiguous()
     assert sin.is_contiguous()
     assert dim % 2 == 0
@@ -51,6 +52,7 @@ def append(
     block = min(HEADS, max(1, TILE // (2 * half_pad)), triton.next_power_of_2(num_all))
     _append[num_tokens, triton.cdiv(num_all, block)](
         heads,
+        heads.stride(0),
         cos,
         sin,
         query,
@@ -65,6 +67,7 @@ def append(
         num_heads=num_heads,
         kv_heads=kv_heads,
         half=dim // 2,
+        turn=cos.shape[-1] // 2,
         half_pad=half_pad,
         page_size=page_size,
         block=block,
@@ -78,6 +81,7 @@ def append(
 @triton.jit(do_not_specialize_on_alignment=["write_indices"])
 def _append(
     heads,
+    stride,
     cos,
     sin,
     query,
@@ -92,6 +96,7 @@ def _append(
     num_heads: tl.constexpr,
     kv_heads: tl.constexpr,
     half: tl.constexpr,
+    turn: tl.constexpr,
     half_pad: tl.constexpr,
     page_size: tl.constexpr,
     block: tl.constexpr,
@@ -103,46 +108,51 @@ def _append(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * block + tl.arange(0, block)
     column = tl.arange(0, half_pad)
+    # Dimensions in pairs: those that turn, then the others, which angles of 0 leave as they are.
+    first, second = column, column + half
+    if turn < half:
+        first = tl.where(column < turn, column, column + turn)
+        second = tl.where(column < turn, column + turn, column + half)
     inside = (head < num_all)[:, None] & (column < half)[None, :]
-    source = heads + (token * num_all + head)[:, None] * dim + column[None, :]
+    source = heads + token * stride + head[:, None] * dim
     dtype = heads.dtype.element_ty
-    low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+    low = tl.load(source + first[None, :], mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + second[None, :], mask=inside, other=0.0).to(tl.float32)
     rotated = head < num_heads + kv_heads
     turn_low, turn_high = low, high
     if has_norm:
         squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
         factor = tl.rsqrt(squares / dim + norm_eps)[:, None]
         weighted = rotated[:, None] & (column < half)[None, :]
-        weights = norm_weight + head[:, None] * dim + column[None, :]
-        weight_low = tl.load(weights, mask=weighted, other=0.0).to(tl.float32)
-        weight_high = tl.load(weights + half, mask=weighted, other=0.0).to(tl.float32)
+        weights = norm_weight + head[:, None] * dim
+        weight_low = tl.load(weights + first[None, :], mask=weighted, other=0.0).to(tl.float32)
+        weight_high = tl.load(weights + second[None, :], mask=weighted, other=0.0).to(tl.float32)
         # Rounds before and after the weight, as a model in this dtype does; a float32 weight is after no rounding.
         inner: tl.constexpr = norm_weight.dtype.element_ty
         turn_low = ((low * factor).to(inner).to(tl.float32) * weight_low).to(dtype).to(tl.float32)
         turn_high = ((high * factor).to(inner).to(tl.float32) * weight_high).to(dtype).to(tl.float32)
-    angle = token * dim + column
-    cos_low = tl.load(cos + angle, mask=column < half, other=0.0).to(tl.float32)[None, :]
-    cos_high = tl.load(cos + angle + half, mask=column < half, other=0.0).to(tl.float32)[None, :]
-    sin_low = tl.load(sin + angle, mask=column < half, other=0.0).to(tl.float32)[None, :]
-    sin_high = tl.load(sin + angle + half, mask=column < half, other=0.0).to(tl.float32)[None, :]
+    angle = token * 2 * turn + column
+    cos_low = tl.load(cos + angle, mask=column < turn, other=1.0).to(tl.float32)[None, :]
+    cos_high = tl.load(cos + angle + turn, mask=column < turn, other=1.0).to(tl.float32)[None, :]
+    sin_low = tl.load(sin + angle, mask=column < turn, other=0.0).to(tl.float32)[None, :]
+    sin_high = tl.load(sin + angle + turn, mask=column < turn, other=0.0).to(tl.float32)[None, :]
     new_low = (turn_low * cos_low + turn_high * sin_low).to(dtype)
     new_high = (turn_high * cos_high + turn_low * sin_high).to(dtype)
 
     is_query = (head < num_heads)[:, None] & (column < half)[None, :]
-    target = query + (token * num_heads + head)[:, None] * dim + column[None, :]
-    tl.store(target, new_low, mask=is_query)
-    tl.store(target + half, new_high, mask=is_query)
+    target = query + (token * num_heads + head)[:, None] * dim
+    tl.store(target + first[None, :], new_low, mask=is_query)
+    tl.store(target + second[None, :], new_high, mask=is_query)
 
     index = tl.load(write_indices + token)
     page, offset = index // page_size, index % page_size
     key_head = head - num_heads
-    place = ((page * kv_heads + key_head) * page_size + offset)[:, None] * dim + column[None, :]
+    place = ((page * kv_heads + key_head) * page_size + offset)[:, None] * dim
     is_key = ((head >= num_heads) & rotated)[:, None] & (column < half)[None, :]
     stored: tl.constexpr = keys.dtype.element_ty
-    tl.store(keys + place, to_stored(new_low, stored, key_factor), mask=is_key)
-    tl.store(keys + place + half, to_stored(new_high, stored, key_factor), mask=is_key)
+    tl.store(keys + place + first[None, :], to_stored(new_low, stored, key_factor), mask=is_key)
+    tl.store(keys + place + second[None, :], to_stored(new_high, stored, key_factor), mask=is_key)
     place -= kv_heads * page_size * dim
     is_value = inside & (head >= num_heads + kv_heads)[:, None]
-    tl.store(values + place, to_stored(low, stored, value_factor), mask=is_value)
-    tl.store(values + place + half, to_stored(high, stored, value_factor), mask=is_value)
+    tl.store(values + place + first[None, :], to_stored(low, stored, value_factor), mask=is_value)
+    tl.store(values + place + second[None, :], to_stored(high, stored, value_factor), mask=is_value)

@@ -54,8 +54,7 @@ def _rotation(
     position = tl.load(positions + token, mask=token < num_tokens, other=0).to(tl.float32)
     frequency = tl.load(inverse_frequencies + column, mask=column < half, other=0.0)
     angle = position[:, None] * frequency[None, :]
-    # Where nothing turns, the scale does not count.
-    cos, sin = tl.cos(angle) * tl.where(frequency == 0, 1.0, scale)[None, :], tl.sin(angle) * scale
+    cos, sin = tl.cos(angle) * scale, tl.sin(angle) * scale
     place = token[:, None] * (2 * half) + column[None, :]
     dtype = cos_at.dtype.element_ty
     tl.store(cos_at + place, cos.to(dtype), mask=inside)

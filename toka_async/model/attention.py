@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 from toka_async.attention.base import AttentionBackend
 from toka_async.checkpoint.attention_spec import AttentionSpec
-from toka_async.checkpoint.matrix_spec import MatrixSpec
+from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.model.activation_layout import ActivationLayout
 from toka_async.model.comm import Comm
@@ -36,6 +37,7 @@ class Attention(nn.Module):
         num_values = share_units(qkv.outputs[2], comm).size // self.dim
         self.value_norm = ValueNorm(num_values, spec.norm.eps) if attention.value_norm else None
         self.output = build_matrix(output, comm, ops)
+        self.num_gates = self.output.shape[1] if attention.gated else 0
         self.own_heads = share_of(attention.num_heads, comm)
         self.sinks = make_unset(self.own_heads.size) if attention.sinks else None
 
@@ -51,14 +53,17 @@ class Attention(nn.Module):
         """Returns each token's mix of the values that it sees, [t, heads * dim]. See `Mixer`."""
         rows, residual = norm.prepare(hidden, residual, self.qkv, layout)
         num_tokens = len(rotation[0])
-        heads = layout.trim(layout.column(rows, self.qkv), num_tokens)
-        heads = heads.view(num_tokens, -1, self.dim)  # [t, heads + 2 kv_heads, dim]
+        projected = layout.trim(layout.column(rows, self.qkv), num_tokens)
+        heads = projected[:, self.num_gates :].view(num_tokens, -1, self.dim)  # [t, heads + 2 kv_heads, dim]
         if self.projection_norm is not None:
             heads = self.projection_norm(heads)
         if self.value_norm is not None:
             self.value_norm(heads)
         head_norm = self.head_norm() if self.head_norm is not None else None
-        return backend.attend(self.index, heads, rotation, head_norm, self.sinks).flatten(1), residual
+        mixed = backend.attend(self.index, heads, rotation, head_norm, self.sinks).flatten(1)
+        if self.num_gates:
+            mixed = mixed * torch.sigmoid(projected[:, : self.num_gates])
+        return mixed, residual
 
     def uses(self, normed: bool) -> Iterator[MatrixUse]:
         yield MatrixUse(self.qkv, normed=normed)
@@ -79,8 +84,9 @@ def _build_norms(
     norm, dim = attention.head_norm, attention.head_dim
     if norm is None:
         return None, None
-    queries, keys, _ = (share_units(units, comm) for units in qkv.outputs)
+    queries = share_units(Units(attention.num_heads, dim), comm)
+    _, keys, _ = (share_units(units, comm) for units in qkv.outputs)
     if norm.over == "projection":
         return None, ProjectionNorm(queries, keys, eps, comm)
-    order = qkv.outputs[0].order
+    order = qkv.outputs[1].order
     return HeadNorm(queries.size // dim, keys.size // dim, dim, eps, norm.adds_one, order), None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from toka_async.checkpoint.experts_spec import ExpertMatrixSpec, ExpertNames, ExpertsFeedSpec
 from toka_async.checkpoint.layer_spec import LayerSpec
+from toka_async.checkpoint.matrix_spec import MatrixSpec
 from toka_async.checkpoint.quantization import BLOCK, FORMATS
 from toka_async.kernels.experts.weights import ExpertWeights
 from toka_async.model.activation_layout import ActivationLayout
@@ -134,8 +135,8 @@ class ExpertsFeed(nn.Module):
         self.spec = feed
         self.ops = ops
         self.is_alone = comm.size == 1
-        self.adds = adds and self.is_alone
-        router, gate_up, down = layer.list_feed_matrices(hidden_size)
+        self.adds_experts = adds and self.is_alone
+        router, gate_up, down, *of_shared = layer.list_feed_matrices(hidden_size)
         assert isinstance(gate_up, ExpertMatrixSpec)
         assert isinstance(down, ExpertMatrixSpec)
         self.router = build_matrix(router, LocalComm(), ops)
@@ -146,6 +147,8 @@ class ExpertsFeed(nn.Module):
         self.first = held.start
         self.gate_up = ExpertMatrix(gate_up, held, inner, hidden, names.list_gate_up())
         self.down = ExpertMatrix(down, held, hidden, inner, (names.down,))
+        self.shared = SharedExpert(of_shared, feed.activation, comm, ops) if of_shared else None
+        self.adds = self.adds_experts and self.shared is None
         self.dtype = torch.get_default_dtype()
         self.loads = nn.Buffer(torch.zeros(feed.num_experts, dtype=torch.int64))  # tokens that chose each expert
         self.counted: Tensor | None = None  # see `ExpertWeights`
@@ -156,9 +159,11 @@ class ExpertsFeed(nn.Module):
         normed, residual = norm(hidden, residual)
         x = layout.gather(normed)
         logits = self.router.product(self.router.take(x))
-        if self.adds:
-            return None, self.ops.mix_experts(x, logits, self.weights, residual)
-        return layout.reduce(self.ops.mix_experts(x, logits, self.weights, None)), residual
+        of_all = None if self.shared is None else self.shared(x)
+        if self.adds_experts:
+            return of_all, self.ops.mix_experts(x, logits, self.weights, residual)
+        mixed = self.ops.mix_experts(x, logits, self.weights, of_all)
+        return layout.reduce(mixed), residual
 
     @property
     def weights(self) -> ExpertWeights:
@@ -182,8 +187,38 @@ class ExpertsFeed(nn.Module):
         """Yields the router of a rank alone: several must round alike, but each chooses its own fastest product."""
         if self.is_alone:
             yield MatrixUse(self.router)
+        if self.shared is not None:
+            yield from self.shared.uses()
 
     def parts(self) -> Iterator[tuple[str, WeightPart]]:
         yield from self.router.parts()
         yield from self.gate_up.parts(self.spec.names)
         yield from self.down.parts(self.spec.names)
+        if self.shared is not None:
+            yield from self.shared.parts()
+
+
+class SharedExpert(nn.Module):
+    """A gated network that all tokens pass through, of which each tensor rank has a part; a gate says its share."""
+
+    def __init__(self, matrices: Sequence[MatrixSpec], activation: str, comm: Comm, ops: Ops) -> None:
+        super().__init__()
+        gate, gate_up, down = matrices
+        self.activation = activation
+        self.gate = build_matrix(gate, LocalComm(), ops)
+        self.gate_up = build_matrix(gate_up, comm, ops)
+        self.down = build_matrix(down, comm, ops)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[t, hidden] to the rank's part of [t, hidden]."""
+        inner = self.gate_up.gated(self.gate_up.take(x), self.activation, self.down)
+        return torch.sigmoid(self.gate.product(self.gate.take(x))) * self.down.product(inner)
+
+    def uses(self) -> Iterator[MatrixUse]:
+        yield MatrixUse(self.gate_up, self.activation)
+        yield MatrixUse(self.down)
+
+    def parts(self) -> Iterator[tuple[str, WeightPart]]:
+        yield from self.gate.parts()
+        yield from self.gate_up.parts()
+        yield from self.down.parts()

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from toka_async.attention.base import AttentionBackend
 from toka_async.checkpoint.attention_spec import AttentionSpec
+from toka_async.checkpoint.delta_net_spec import DeltaNetSpec
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.model.activation_layout import ActivationLayout
 from toka_async.model.attention import Attention, Rotation
 from toka_async.model.comm import Comm
+from toka_async.model.delta_net import DeltaNet
 from toka_async.model.layers import InputNorm
 from toka_async.model.matrices.matrix import Matrix, MatrixUse
 from toka_async.model.matrices.ops import Ops
@@ -53,7 +55,10 @@ class Mixer(Protocol):
 
 
 # Makes the mixer of a layer of a model from the layer's number, and its number among those of its stage of that kind.
-MIXERS: dict[type, Callable[[ModelSpec, int, int, Comm, Ops], Mixer]] = {AttentionSpec: Attention}
+MIXERS: dict[type, Callable[[ModelSpec, int, int, Comm, Ops], Mixer]] = {
+    AttentionSpec: Attention,
+    DeltaNetSpec: DeltaNet,
+}
 
 
 def build_mixer(spec: ModelSpec, number: int, index: int, comm: Comm, ops: Ops) -> Mixer:

@@ -19,14 +19,15 @@ from torch import Tensor
 from toka_async.bar import Show, show_nothing
 from toka_async.checkpoint.division import StagePart
 from toka_async.checkpoint.json_file import JsonFile, ModelError
+from toka_async.checkpoint.names import StoredSlice, list_stored_parts
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.model.activation_layout import LayoutPolicy
 from toka_async.model.cache_scales import parse_scale_name
 from toka_async.model.comm import Comm, LocalComm
 from toka_async.model.decoder import Decoder, RankModel
+from toka_async.model.matrices.mxfp4 import BLOCKS, SCALES, Mxfp4Slice
 from toka_async.model.matrices.ops import Ops, TorchOps
 from toka_async.model.matrices.part import WeightPart
-from toka_async.model.mxfp4 import BLOCKS, SCALES, Mxfp4Slice
 
 
 def build_decoder(
@@ -166,15 +167,18 @@ def _open_tensors(
     for path in paths:
         try:
             with safe_open(path, framework="pt") as file:
-                for stored in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                    name = decoder.find_part(stored)
-                    if name in parts:
-                        yield path, name, file.get_slice(stored)
-                    elif (whole := name.removesuffix(BLOCKS)) in parts:
-                        scales = _find_scales(whole + SCALES, [path, *paths])
-                        yield path, whole, Mxfp4Slice(file.get_slice(stored), scales, parts[whole].target.device)
-                    elif not _is_scale(name, parts) and decoder.needs_place(stored):
-                        raise ModelError(f"{path}: tensor {name} has no place in the model that config.json describes")
+                for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                    stored = file.get_slice(name)
+                    for part in list_stored_parts(decoder.find_part(name), stored.get_shape(), parts):
+                        if part.name in parts:
+                            yield path, part.name, StoredSlice(part, stored)
+                        elif (whole := part.name.removesuffix(BLOCKS)) in parts:
+                            scales = _find_scales(whole + SCALES, [path, *paths])
+                            yield path, whole, Mxfp4Slice(stored, scales, parts[whole].target.device)
+                        elif not _is_scale(part.name, parts) and decoder.needs_place(name):
+                            raise ModelError(
+                                f"{path}: tensor {part.name} has no place in the model that config.json describes"
+                            )
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: is not a readable safetensors file ({error}); download it again") from None
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from toka_async.arrays import Bool, Int32, Int64, as_bool, as_i32
-from toka_async.attention.base import AttentionBackend, AttentionBatch, PrefixGroup
+from toka_async.attention.base import AttentionBackend, AttentionBatch, ChunkStates, PrefixGroup
 from toka_async.messages import Step
 from toka_async.runner.copies import upload
 from toka_async.runner.rows import RowTables
@@ -40,6 +40,7 @@ class StepRows:
 
     slots: int32. lengths: int32, tokens in this step. contexts: int64, tokens of the row, this step's included. firsts:
     int64, the row's first token in the step. samples: bool, whether a token is sampled from the row's last position.
+    saves: of the whole step: a slot, after how many of its tokens its recurrent state is kept, and in which snapshot.
     """
 
     num_decode: int
@@ -48,6 +49,7 @@ class StepRows:
     contexts: Int64
     firsts: Int64
     samples: Bool
+    saves: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -94,7 +96,8 @@ def make_step_rows(rows: RowTables, step: Step) -> StepRows:
         slots = np.concatenate([rows.order, as_i32(step.chunk_slots)])
         lengths = np.concatenate([np.ones(num_decode, dtype=np.int32), as_i32(step.chunk_lengths)])
         samples = np.concatenate([np.ones(num_decode, dtype=np.bool_), as_bool(step.chunk_samples)])
-    contexts = rows.positions[slots] + lengths
+    contexts, kept = rows.positions[slots] + lengths, as_i32(step.save_slots)
+    ends = rows.positions[kept] + as_i32(step.save_lengths)
     assert (contexts <= rows.num_pages[slots] * rows.page_size).all(), "a row's pages do not hold its tokens"
     return StepRows(
         num_decode=num_decode,
@@ -103,6 +106,7 @@ def make_step_rows(rows: RowTables, step: Step) -> StepRows:
         contexts=contexts,
         firsts=np.cumsum(lengths, dtype=np.int64) - lengths,
         samples=samples,
+        saves=tuple(zip(kept.tolist(), ends.tolist(), as_i32(step.save_snapshots).tolist(), strict=True)),
     )
 
 
@@ -149,7 +153,19 @@ def make_attention_batch(
         page_table=rows.on_device.page_table,
         write_indices=write_indices,
         groups=groups,
+        states=None if step_rows.num_decode == step_rows.slots.size else _find_saves(step_rows),
     )
+
+
+def _find_saves(step_rows: StepRows) -> ChunkStates:
+    """Finds the states to keep within the chunks: a step in parts has each in the part that computes its last token."""
+    first = step_rows.num_decode
+    slots, lengths, ends = step_rows.slots[first:], step_rows.lengths[first:], step_rows.contexts[first:]
+    saves = []
+    for slot, position, snapshot in step_rows.saves:
+        chunks = np.flatnonzero((slots == slot) & (ends - lengths < position) & (position <= ends)).tolist()
+        saves += [(chunk, int(position - ends[chunk] + lengths[chunk]), snapshot) for chunk in chunks]
+    return ChunkStates(slots, tuple(saves))
 
 
 def read_groups(step: Step) -> tuple[PrefixGroup, ...]:

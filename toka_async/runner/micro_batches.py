@@ -114,7 +114,7 @@ def _make_part(
         lengths = np.concatenate([lengths, (high - low)[held].astype(np.int32)])
         samples = np.concatenate([samples, sample[held] & is_last])
     firsts = np.cumsum(lengths, dtype=np.int64) - lengths
-    part = StepRows(num_decode, slots, lengths, contexts, firsts, samples)
+    part = StepRows(num_decode, slots, lengths, contexts, firsts, samples, rows.saves)
     return MicroBatch(part, first_row, _clip_groups(groups, first_row, row_end), places)
 
 

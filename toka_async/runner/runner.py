@@ -17,6 +17,7 @@ from torch import Tensor
 from toka_async.arrays import Int32, as_i32
 from toka_async.attention.base import PrefixGroup
 from toka_async.attention.build import BuiltAttention
+from toka_async.attention.states.cache import StateCache
 from toka_async.grammars.matchers import RowMatchers
 from toka_async.messages import Ready, Step, StepDone
 from toka_async.model.compiles import CompileCounter
@@ -86,13 +87,18 @@ class Runner:
         stage: StageSetup | None = None,
         compiles: CompileCounter | None = None,
         loads: LoadCounter | None = None,
+        states: StateCache | None = None,
     ) -> None:
-        """stage: the pipeline stage whose model and cache these are; None without a pipeline. loads: of its experts."""
+        """stage: the pipeline stage whose model and cache these are; None without a pipeline. loads: of its experts.
+
+        states: of its recurrent layers; None: it has none.
+        """
         sampling = sampling or SamplingSetup()
         self.ready = ready
         self.device = device
         self.model = model
         self.cache = cache
+        self.states = states
         self._attention = attention
         self._compiles = compiles or CompileCounter()
         self._loads = loads
@@ -212,6 +218,8 @@ class Runner:
             self.cache.copy_pages(sources, targets)
             if self._history is not None:
                 self._history.copy_pages(sources, targets)
+        if admitted.size and self.states is not None:
+            self.states.begin(admitted, as_i32(step.admit_snapshots))
 
     def _admit_sampling(self) -> None:
         """Copies the sampling parameters of rows that the step admitted, unless they are there."""

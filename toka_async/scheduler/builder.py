@@ -238,7 +238,7 @@ class StepBuilder:
         self._starting = []
         seqs, tails = running.start_computing([run for run, _ in opened])
         seeds = np.asarray([run.request.submit.seed & MASK for run, _ in opened], np.uint64)
-        self._note_admitted(plan, seqs, seeds)
+        self._note_admitted(plan, seqs, seeds, np.asarray([run.begins_with for run, _ in opened], np.int32))
         plan.add_pages(running.table.slot[seqs[tails >= 0]], tails[tails >= 0])
         plan.chunks.extend((run, seq, count) for (run, count), seq in zip(opened, seqs.tolist(), strict=True))
 
@@ -257,7 +257,7 @@ class StepBuilder:
 
     def _fork(self, plan: StepDraft, run: PromptRun, most: int) -> int:
         """Start pending samples of a computed prompt as decoding rows; returns how many."""
-        running, table, tail = self._running, self._running.table, run.tail_page
+        running, table, tail, snapshot = self._running, self._running.table, run.tail_page, run.snapshot
         if not running.num_running:
             self._preemption.drop_idle_runs(run.task.order, 1)
         count = min(run.num_pending, running.num_free_slots, most, running.cache.num_reclaimable)
@@ -274,7 +274,8 @@ class StepBuilder:
             plan.add_pages(slots, copies)
         else:
             plan.add_pages(slots, running.grow(seqs))
-        self._note_admitted(plan, seqs, np.full(count, run.request.submit.seed & MASK, np.uint64))
+        seeds = np.full(count, run.request.submit.seed & MASK, np.uint64)
+        self._note_admitted(plan, seqs, seeds, np.full(count, snapshot, np.int32))
         plan.joined.append(seqs)
         plan.forked.append(seqs)
         running.rows = np.concatenate([running.rows, seqs])
@@ -303,9 +304,10 @@ class StepBuilder:
         return run
 
     @staticmethod
-    def _note_admitted(plan: StepDraft, seqs: Int32, seeds: UInt64) -> None:
+    def _note_admitted(plan: StepDraft, seqs: Int32, seeds: UInt64, snapshots: Int32) -> None:
         plan.admit_seqs.append(seqs)
         plan.seeds.append(seeds)
+        plan.snapshots.append(snapshots)
 
     # ---- the step
 
@@ -330,6 +332,9 @@ class StepBuilder:
         in_chunk = {seq: count for _, seq, count in plan.chunks}
         if in_chunk:  # a chunk admitted with this step has advanced its position already
             starts = starts - np.asarray([in_chunk.get(seq, 0) for seq in admitted.tolist()], dtype=np.int32)
+        has_states = running.cache.snapshots.num_snapshots > 0
+        if has_states:
+            plan.saves = [save for run, _, count in plan.chunks for save in running.list_saves(run, count)]
         unsent = {run.key for run in self._opened if run.closed}
         groups = NO_GROUPS if self._grouping is None else self._grouping.columns
         step = Step(
@@ -341,6 +346,7 @@ class StepBuilder:
             admit_keys=column(table.prompt_key[admitted]),
             admit_starts=column(starts),
             admit_seeds=column(sample_seeds(seeds, table.sample[admitted])),
+            admit_snapshots=column(np.concatenate([NO_SEQS, *plan.snapshots])) if has_states else EMPTY,
             copy_sources=column(np.concatenate([NO_SEQS, *plan.copy_sources])),
             copy_targets=column(np.concatenate([NO_SEQS, *plan.copy_targets])),
             page_slots=column(np.concatenate([NO_SEQS, *plan.page_slots])),
@@ -353,6 +359,9 @@ class StepBuilder:
             chunk_slots=column(table.slot[chunk_seqs]),
             chunk_lengths=i32_column([count for _, _, count in plan.chunks]),
             chunk_samples=column(samples),
+            save_slots=column(table.slot[[save.seq for save in plan.saves]]) if plan.saves else EMPTY,
+            save_lengths=i32_column([save.length for save in plan.saves]),
+            save_snapshots=i32_column([save.snapshot for save in plan.saves]),
             num_passes=num_passes,
         )
         running.freed, self._opened = [], []
@@ -362,6 +371,9 @@ class StepBuilder:
     def _commit(self, step_id: int, plan: StepDraft) -> StepRecord:
         """Advance the tables by the first pass; what ends with it frees its slot and pages for the next step."""
         running, table = self._running, self._running.table
+        for save in plan.saves:
+            if save.node is not None:
+                running.cache.snapshots.attach(save.node, save.snapshot)
         chunk_seqs = plan.chunk_seqs()
         sampling = chunk_seqs[plan.chunk_samples()]
         seqs = np.concatenate([running.rows, sampling])

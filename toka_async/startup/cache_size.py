@@ -77,15 +77,17 @@ def check_largest_step(
     share: float = 1.0,
     num_parts: int = 1,
     stored: torch.dtype | None = None,
+    num_snapshots: int = 0,
 ) -> None:
     """Refuses limits whose largest step cannot fit in a share of the memory that is left, before it is tried.
 
-    num_parts: micro-batches of a step. stored: see `count_token_bytes`. Raises ModelError that names the setting that
-    takes more, and one that fits.
+    num_parts: micro-batches of a step. stored: see `count_token_bytes`. num_snapshots: states beside those of rows.
+    Raises ModelError that names the setting that takes more, and one that fits.
     """
     free = int(share * (read_free_cuda_memory(device, fraction) - _count_slab_bytes(spec, limits)))
     token = count_token_bytes(spec, dtype, num_parts, stored)
     row = count_row_bytes(spec, limits, dtype, page_size, num_parts)
+    free -= num_snapshots * spec.count_state_bytes(dtype.itemsize)
     needed = limits.max_tokens * token + limits.max_seqs * row
     if needed <= free:
         return
@@ -191,6 +193,7 @@ def count_graph_rows(graphs: GraphsConfig, spec: ModelSpec, dtype: torch.dtype, 
 
 
 def count_row_bytes(spec: ModelSpec, limits: RankLimits, dtype: torch.dtype, page_size: int, num_parts: int = 1) -> int:
-    """Counts the bytes of a row: its logits, its line in the page table, its sampling parameters."""
+    """Counts the bytes of a row: its logits, its line in the page table, its sampling parameters, its state."""
     logits = -(-spec.count_logit_bytes(dtype.itemsize) // num_parts)
-    return logits + spec.vocab_size // 4 + 4 * limits.max_context // page_size
+    state = spec.count_state_bytes(dtype.itemsize)
+    return logits + spec.vocab_size // 4 + 4 * limits.max_context // page_size + state

@@ -23,9 +23,16 @@ from toka_async.attention.flashinfer import FAILURES, explain_failure, explain_n
 from toka_async.attention.kv_cache import E4M3, CacheFormat, KVCache, bytes_per_token, make_caches
 from toka_async.attention.layered.backend import LayeredCache
 from toka_async.attention.modules import ModuleRequest, find_missing, list_architectures, make_module_request
+from toka_async.attention.states.build import add_states, build_states, explain_no_states
 from toka_async.bar import show_nothing
 from toka_async.checkpoint.division import group_experts, make_rank_spec, make_stage_spec, stage_parts
-from toka_async.checkpoint.limits import DeviceKind, RankLimits, resolve_limits, resolve_num_pages
+from toka_async.checkpoint.limits import (
+    DeviceKind,
+    RankLimits,
+    resolve_limits,
+    resolve_num_pages,
+    resolve_num_snapshots,
+)
 from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.config import Config
 from toka_async.grammars.matchers import RowMatchers, count_mask_threads
@@ -87,7 +94,7 @@ from toka_async.tuning.attention import AttentionChoice
 from toka_async.tuning.capture_trial import can_be_captured
 from toka_async.tuning.settle import settle
 from toka_async.tuning.store import Facts, TuningCache, describe_gpu, find_folder
-from toka_async.weights.rank_control import RankControl
+from toka_async.weights.rank_control import RankControl, SleepingCache
 
 if TYPE_CHECKING:  # needs Triton, which is not everywhere
     from toka_async.tuning.gemm import ProductTuning
@@ -133,6 +140,9 @@ class RunnerFactory:
                 lock_gpu(name_gpu(self.device))
             self.groups = make_groups(coords, self.device)
         check_weight_formats(spec, self.device)
+        reason = explain_no_states(self.device, config.model.batch_invariant) if spec.recurrences else ""
+        if reason:
+            raise ModelError(reason)
         self.kind: DeviceKind = "cuda" if self.device.type == "cuda" else "cpu"
         self.invariant = config.model.batch_invariant
         if self.invariant and coords.size > 1:
@@ -201,11 +211,14 @@ class RunnerFactory:
         """Makes what a trainer controls. rank: in the replica. number: among all ranks of all replicas."""
         assert self.decoder is not None
         assert isinstance(runner.cache, KVCache | LayeredCache)
+        caches: list[SleepingCache] = [runner.cache]
+        if runner.states is not None:
+            caches.append(runner.states)
 
         def build_whole(dtype: torch.dtype) -> RankModel:
             return build_model(self.spec, self.model_dir, self.config.model, dtype, torch.device("meta"))
 
-        return RankControl(self.decoder, build_whole, runner.cache, rank, self.coords.rank, number)
+        return RankControl(self.decoder, build_whole, caches, rank, self.coords.rank, number)
 
     def describe_kept(self) -> str:
         """Describes what a build left on the disk for later starts, and what it could not leave there."""
@@ -380,6 +393,7 @@ class RunnerFactory:
                 share,
                 self.coords.num_micro_batches,
                 self.cache_format.dtype,
+                resolve_num_snapshots(cache, self.counted_spec, tried.max_seqs),
             )
 
         fitting = fit_limits(self.limits, schedule, check)
@@ -480,6 +494,10 @@ class RunnerFactory:
         cache = caches[0] if len(caches) == 1 else LayeredCache(caches)
         setup = AttentionSetup(self.config.attention.backend, self.invariant, limits, choose, with_flashinfer, show)
         attention = build_rank_attention(spec, caches, setup)
+        num_snapshots = resolve_num_snapshots(self.config.cache, self.spec, limits.max_seqs)
+        states = build_states(spec, limits.max_seqs, num_snapshots, self.dtype, self.device, can_sleep)
+        if states is not None:
+            attention = add_states(attention, states)
         group_min_seqs, group_min_tokens = self.groups.world.agree(attention.smallest_group, tuple[int, int])
         ready = Ready(
             num_pages=num_pages,
@@ -488,6 +506,7 @@ class RunnerFactory:
             max_context=limits.max_context if choose is None else min(limits.max_context, num_pages * page_size),
             vocab_size=spec.vocab_size,
             max_tokens=limits.max_tokens,
+            num_snapshots=num_snapshots,
             group_min_seqs=group_min_seqs,
             group_min_tokens=group_min_tokens,
             async_tp_min_tokens=decoder.layouts.min_tokens,
@@ -510,6 +529,7 @@ class RunnerFactory:
             stage,
             compiles,
             make_load_counter(decoder, self.device),
+            states,
         )
 
     def _make_matchers(self) -> RowMatchers | None:

@@ -159,7 +159,9 @@ class LayoutTimes:
 
 
 def _cut_to_one_layer(spec: ModelSpec) -> ModelSpec:
-    return msgspec.structs.replace(spec, layers=spec.layers[:1])
+    """Returns the model with its first layer that has attention alone."""
+    first = next(layer for layer in spec.layers if layer.mixer is spec.attention)
+    return msgspec.structs.replace(spec, layers=(first,))
 
 
 def _fall_back(asked: int | Literal["auto"], comm: Comm, world: Comm, reason: str) -> LayoutPolicy:

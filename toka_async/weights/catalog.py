@@ -11,7 +11,7 @@ from difflib import get_close_matches
 
 import torch
 
-from toka_async.checkpoint.names import is_of_other_part
+from toka_async.checkpoint.names import is_of_other_part, list_stored_parts
 from toka_async.model.decoder import RankModel
 from toka_async.transfer.tensors import TensorInfo
 
@@ -52,18 +52,22 @@ class WeightCatalog:
     def check(self, infos: Sequence[TensorInfo], written: Collection[str]) -> None:
         """Raises UpdateError for tensors that the model does not have so, or that have come before."""
         names = set(written)
-        for info in infos:
-            name = self._find_part(info.name)
-            if name in names:
+        parts = (
+            (info, part)
+            for info in infos
+            for part in list_stored_parts(self._find_part(info.name), info.shape, self.tensors)
+        )
+        for info, part in parts:
+            if part.name in names:
                 raise UpdateError(f"{info.name} comes twice in one update")
-            names.add(name)
-            expected = self.tensors.get(name)
+            names.add(part.name)
+            expected = self.tensors.get(part.name)
             if expected is None and is_of_other_part(info.name):
                 continue
             if expected is None:
                 raise UpdateError(f"{info.name}: {self._explain(info.name)}")
-            if info.shape != expected.shape:
-                raise UpdateError(f"{info.name} has shape {list(info.shape)}, the model's has {list(expected.shape)}")
+            if part.shape != expected.shape:
+                raise UpdateError(f"{info.name} has shape {list(part.shape)}, the model's has {list(expected.shape)}")
             if SAFETENSORS[info.dtype] not in expected.dtypes:
                 supported = [str(dtype)[6:] for dtype, name in SAFETENSORS.items() if name in expected.dtypes]
                 raise UpdateError(f"{info.name} is of type {str(info.dtype)[6:]}; supported: {', '.join(supported)}")

@@ -7,7 +7,7 @@ closes its group, since the other end may be in the middle of a tensor. Knows no
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class SleepingCache(Protocol):
-    """The part of the KV cache that sleeps."""
+    """The part of the KV cache, and of the states of recurrent layers, that sleeps."""
 
     def release(self) -> None: ...
 
@@ -68,14 +68,14 @@ class RankControl:
         self,
         decoder: RankModel,
         build_whole: Callable[[torch.dtype], RankModel],
-        cache: SleepingCache,
+        caches: Sequence[SleepingCache],
         rank: int,
         tensor_rank: int,
         number: int,
     ) -> None:
         self._decoder = decoder
         self._build_whole = build_whole
-        self._cache = cache
+        self._caches = caches
         self._rank = rank
         self._tensor_rank = tensor_rank
         self._number = number
@@ -122,9 +122,11 @@ class RankControl:
             case Checksum():
                 return tuple(sum_parts(self._parts, self._tensor_rank))
             case Sleep():
-                self._cache.release()
+                for cache in self._caches:
+                    cache.release()
             case Wake():
-                self._cache.restore()
+                for cache in self._caches:
+                    cache.restore()
             case _:
                 raise UpdateError(f"{type(control.action).__name__} is no action of a rank")
         return ()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from toka_async.checkpoint.json_file import ModelError
+from toka_async.checkpoint.names import list_stored_parts
 from toka_async.model.decoder import RankModel
 from toka_async.model.matrices.part import WeightPart
 from toka_async.model.weights import check_tensors, load_tensors
@@ -36,12 +37,12 @@ class WeightUpdate:
     @torch.inference_mode()
     def write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Writes tensors that were checked."""
-        for full_name, tensor in tensors:
-            name = self._decoder.find_part(full_name)
-            self.written.add(name)
-            part = self._parts.get(name)
-            if part is not None and part.target.numel():
-                part.write(part.cut(tensor))
+        for name, tensor in tensors:
+            for stored in list_stored_parts(self._decoder.find_part(name), tensor.shape, self._catalog.tensors):
+                self.written.add(stored.name)
+                part = self._parts.get(stored.name)
+                if part is not None and part.target.numel():
+                    part.write(part.cut(stored.view(tensor)))
 
     @torch.inference_mode()
     def read_directory(self, path: str) -> None:

@@ -61,6 +61,19 @@ def test_only_experts_that_are_chosen_are_read(tmp_path: Path, monkeypatch: pyte
     assert (many - one) * 1e9 == pytest.approx(4 * 2 * 3 * 48 * 40, rel=1e-3)
 
 
+def test_states_are_read_and_written_whatever_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the two layers with states: 4 heads of 8 x 12 numbers, and 3 inputs of 80 channels."""
+    monkeypatch.setattr("toka_async.bench.floor.LEAST_SECONDS", 1e-4)
+    spec = read_spec(make_checkpoint(tmp_path, "qwen3_5_text"))
+    made = Floor(spec, torch.float32, torch.float32, CPU)
+    made.bandwidth, made.flops = 1e9, 1e15
+    keys = 2 * 2 * 2 * 16 * 4  # bytes of a token in the two layers that have them
+    states = 2 * 2 * 4 * (4 * 8 * 12 + 3 * 80)
+    for context in (100, 1000):
+        attention = made.compute(Case(rows=5, context=context), grouped=False).attention
+        assert attention == pytest.approx(5 * (context * keys + states) / 1e9)
+
+
 def test_quantized_matrices_are_read_in_a_byte_each() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("toka_async.bench.floor.LEAST_SECONDS", 1e-4)

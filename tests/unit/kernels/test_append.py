@@ -16,13 +16,21 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 class Case:
     def __init__(
-        self, heads: int, kv_heads: int, dim: int, page_size: int, device: torch.device, dtype: torch.dtype
+        self,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        page_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        turned: int = 0,
     ) -> None:
         self.generator = torch.Generator().manual_seed(0)
         self.device, self.dtype = device, dtype
         self.num_heads, self.kv_heads, self.page_size = heads, kv_heads, page_size
+        self.turned = turned or dim
         self.heads = self.normal(5, heads + 2 * kv_heads, dim)
-        angles = 3 * torch.randn((5, 1, dim // 2), generator=self.generator)
+        angles = 3 * torch.randn((5, 1, self.turned // 2), generator=self.generator)
         cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
         self.rotation = cos.to(device, dtype), sin.to(device, dtype)
         self.weight = self.normal(heads + kv_heads, dim)
@@ -39,7 +47,8 @@ class Case:
         if norm:
             heads = F.rms_norm(heads, heads.shape[-1:], eps=EPS) * self.weight.float()
         cos, sin = (factor.float() for factor in self.rotation)
-        heads = heads * cos + heads.roll(heads.shape[-1] // 2, -1) * sin
+        turned, others = heads.tensor_split([self.turned], -1)
+        heads = torch.cat([turned * cos + turned.roll(self.turned // 2, -1) * sin, others], -1)
         query, key = torch.split(heads, [self.num_heads, self.kv_heads], 1)
         pages, offsets = self.indices // self.page_size, self.indices % self.page_size
         keys, values = self.keys.float(), self.values.float()
@@ -61,6 +70,14 @@ class Case:
 @pytest.mark.parametrize("shape", [(1, 1, 8, 1), (6, 2, 16, 5), (4, 1, 80, 16), (14, 2, 64, 64)], ids=str)
 def test_equals_plain_torch(device: torch.device, shape: tuple[int, int, int, int], norm: bool) -> None:
     Case(*shape, device, torch.float32).check(norm)
+
+
+def test_turns_a_part_of_each_head_among_other_columns(device: torch.device) -> None:
+    """Of 16 dimensions 6 turn; a token's heads are a part of its projection."""
+    case = Case(4, 2, 16, 5, device, torch.float32, turned=6)
+    wide = torch.cat([case.normal(5, 3, 16), case.heads], 1)
+    case.heads = wide[:, 3:]
+    case.check(norm=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -25,6 +25,7 @@ E4M3 = "float8_e4m3fn"
 SMALL = (86, 89, 120)  # with less shared memory than others
 LEAST_COPIED = 8  # tokens of a page that the kernel for Hopper chips can copy
 QWEN3 = {"hidden": 2048, "inner": 768, "num_experts": 128, "top_k": 8}  # 30B-A3B
+QWEN3_5 = {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128}
 GPT_OSS = {"hidden": 2880, "inner": 2880, "num_experts": 32, "top_k": 4, "is_clamped": True}
 MIXTRAL = {"hidden": 4096, "inner": 14_336, "num_experts": 8, "top_k": 2}
 MOST_STACK = 1024  # bytes of a thread for registers that do not suffice
@@ -41,6 +42,7 @@ CASES: list[Case] = [  # what takes most shared memory, and each kind of kernel 
     (89, "quantized", {"dtype": BF16, "hidden": 4096, "inner": 14_336, "by_block": True}),
     (90, "experts", QWEN3 | {"dtype": BF16, "by_block": True}),
     (120, "sampling", {"dtype": BF16, "vocab": 128_256}),
+    (86, "states", QWEN3_5 | {"dtype": BF16}),
 ]
 EVERY: list[Case] = [
     *(
@@ -81,6 +83,10 @@ EVERY: list[Case] = [
         for arch, dtype, hidden, by_block in itertools.product(
             (89, 90, 100, 120), (BF16, FP16, FP32), (1024, 8192), (False, True)
         )
+    ),
+    *(
+        (arch, "states", QWEN3_5 | {"dtype": dtype})
+        for arch, dtype in itertools.product(SHARED_MEMORY, (BF16, FP16, FP32))
     ),
     *(
         (arch, "sampling", {"dtype": dtype, "vocab": 151_936})

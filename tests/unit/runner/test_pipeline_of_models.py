@@ -17,6 +17,7 @@ from toka_async.arrays import as_f32
 from toka_async.attention.build import BuiltAttention
 from toka_async.attention.kv_cache import make_cache
 from toka_async.attention.reference import ReferenceAttention
+from toka_async.attention.states.build import add_states, build_states
 from toka_async.checkpoint.division import make_stage_spec, stage_parts
 from toka_async.checkpoint.spec import read_spec
 from toka_async.messages import Ready, TokenSampling
@@ -25,7 +26,7 @@ from toka_async.runner.pipeline import StageSetup
 from toka_async.runner.runner import Runner
 
 CPU = torch.device("cpu")
-READY = Ready(num_pages=300, page_size=4, max_seqs=12, max_context=200, vocab_size=261, max_tokens=40)
+READY = Ready(num_pages=300, page_size=4, max_seqs=12, max_context=200, vocab_size=261, max_tokens=40, num_snapshots=9)
 SAMPLINGS = (
     TokenSampling(temperature=0),
     TokenSampling(temperature=0.9, num_logprobs=3, num_prompt_logprobs=2),
@@ -53,6 +54,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Recurrent layers and others in turns."""
+    return make_checkpoint(tmp_path_factory.mktemp("stages"), "qwen3_next", mlp_only_layers=[0])
+
+
 def in_stages(folder: Path, num_stages: int, num_parts: int) -> StageRunners:
     spec = read_spec(folder)
     parts = stage_parts(spec, num_stages, 1)
@@ -62,8 +69,11 @@ def in_stages(folder: Path, num_stages: int, num_parts: int) -> StageRunners:
         decoder = build_decoder(spec, torch.float32, CPU, part=parts[stage])
         load_weights(decoder, folder)
         cache = make_cache(own, 301, 4, torch.float32, CPU)
-        attention = ReferenceAttention(cache, spec.attention.num_heads, own.windows)
-        return Runner(READY, CPU, decoder, cache, BuiltAttention(attention), stage=setup)
+        attention = BuiltAttention(ReferenceAttention(cache, spec.attention.num_heads, own.windows))
+        states = build_states(own, READY.max_seqs, READY.num_snapshots, torch.float32, CPU, can_sleep=False)
+        if states is not None:
+            attention = add_states(attention, states)
+        return Runner(READY, CPU, decoder, cache, attention, stage=setup, states=states)
 
     if num_stages == 1:
         return StageRunners([runner(None, 0)])
@@ -104,3 +114,8 @@ def test_stages_answer_as_the_whole_model_does(
     folder: Path, whole: list[Received], num_stages: int, num_parts: int
 ) -> None:
     check(answers(in_stages(folder, num_stages, num_parts)), whole)
+
+
+def test_stages_keep_the_states_of_their_layers(hybrid: Path) -> None:
+    """A prompt's parts are in several micro-batches, and so are the states that it keeps."""
+    check(answers(in_stages(hybrid, 2, 3)), answers(in_stages(hybrid, 1, 1)))

@@ -439,7 +439,7 @@ def test_a_rank_on_a_cpu_imports_no_kernels() -> None:
         todo |= imported_at_once(name) - done
     assert {"toka_async.runner.runner", "toka_async.attention.build"} <= done
     kernels = {name.removeprefix("toka_async.kernels.") for name in done if name.startswith("toka_async.kernels")}
-    assert kernels == {"experts.weights", "scaled_weight", "support"}
+    assert kernels == {"delta.layer", "experts.weights", "scaled_weight", "support"}
     assert "toka_async.kernels.sampling.kernels" in imported_at_once("toka_async.runner.kernel_sampler")
 
 

@@ -43,7 +43,7 @@ def control(tmp_path_factory: pytest.TempPathFactory) -> RankControl:
     return RankControl(
         decoder,
         lambda dtype: build_decoder(spec, dtype, torch.device("meta")),
-        Cache(),
+        [Cache()],
         rank=1,
         tensor_rank=0,
         number=3,

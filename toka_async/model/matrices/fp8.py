@@ -145,7 +145,7 @@ def list_scaled_parts(
     """Yields where a checkpoint's matrix goes: the rank's outputs and inputs of it.
 
     values: [outputs, inputs]. scales: [outputs, 1], or [output blocks, input blocks or more]. order: see `WeightPart`;
-    a block keeps its rows.
+    a block keeps its rows, but may have another place.
     """
     by_block = quantization.scaling == "block"
     scale_shares = (share.divided(BLOCK), inputs.divided(BLOCK)) if by_block else (share, whole_of(1))
@@ -154,7 +154,7 @@ def list_scaled_parts(
         scales = scales[:, : scale_shares[1].size]
         yield (
             f"{name}.{quantization.scale_name}",
-            WeightPart(scales, scale_shares, constant=1.0, order=None if by_block else order),
+            WeightPart(scales, scale_shares, constant=1.0, order=_order_blocks(order) if by_block else order),
         )
     elif by_block:
         store = partial(_store, values, scales[:, : scale_shares[1].size], BLOCK, BLOCK, slice(None))
@@ -162,6 +162,10 @@ def list_scaled_parts(
     else:  # a channel's scale is that of all its inputs, whichever a rank has, so that ranks hold the same numbers
         store = partial(_store, values, scales, 1, inputs.total, inputs.indices)
         yield f"{name}.weight", WeightPart(values, (share, whole_of(inputs.total)), store=store, order=order)
+
+
+def _order_blocks(order: Tensor | None) -> Tensor | None:
+    return None if order is None else torch.div(order[::BLOCK], BLOCK, rounding_mode="floor")
 
 
 def _store(values: Tensor, scales: Tensor, rows: int, columns: int, own: slice, numbers: Tensor) -> None:

@@ -45,6 +45,9 @@ def list_pieces(spec: MatrixSpec, outputs: Sequence[Share]) -> Iterator[MatrixPi
 
 def _order_rows(units: Units, num_rows: int) -> Tensor:
     rows = torch.arange(num_rows, device="cpu")
+    if units.kinds:
+        rows = rows.view(-1, units.size)
+        return torch.cat([rows[:, first : first + size].flatten() for first, size in units.kinds])
     if not units.order:
         return rows
     return rows.view(-1, units.size)[:, torch.tensor(units.order, device="cpu")].flatten()

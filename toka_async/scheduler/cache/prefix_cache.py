@@ -11,19 +11,21 @@ import numpy as np
 from toka_async.arrays import Int32
 from toka_async.scheduler.cache.pages import PageChains, PagePool
 from toka_async.scheduler.cache.prefix_tree import Node, PrefixTree
+from toka_async.scheduler.cache.snapshots import SnapshotPool
 
 
 class PageCache:
-    """The pool, the prefix tree and the chains of one replica's KV cache.
+    """The pool, the prefix tree and the chains of one replica's KV cache, and snapshots of recurrent states.
 
     epoch: new prompts share pages with those that were opened in the same epoch.
     """
 
-    def __init__(self, num_pages: int, page_size: int, prefix: bool) -> None:
+    def __init__(self, num_pages: int, page_size: int, prefix: bool, num_snapshots: int = 0) -> None:
         self.page_size = page_size
         self.prefix = prefix
         self.pool = PagePool(num_pages)
-        self.tree = PrefixTree(page_size)
+        self.snapshots = SnapshotPool(num_snapshots)
+        self.tree = PrefixTree(page_size, self.snapshots.drop)
         self.chains = PageChains(num_pages)
         self.epoch = 0
 
@@ -58,9 +60,22 @@ class PageCache:
         self.tree.acquire(nodes)
         return nodes
 
+    def find_snapshot(self, nodes: list[Node]) -> tuple[int, int]:
+        """Find how many of a prompt's nodes need not be computed, and the snapshot of the state behind them, or -1.
+
+        A model without recurrent states needs none.
+        """
+        if not self.snapshots.num_snapshots:
+            return len(nodes), -1
+        for count in range(len(nodes), 0, -1):
+            if nodes[count - 1] in self.snapshots:
+                return count, self.snapshots.use(nodes[count - 1])
+        return 0, -1
+
     def begin_epoch(self) -> None:
         """New prompts find nothing of earlier ones from now on. Owned pages stay with their owners."""
         self.epoch += 1
+        self.snapshots.clear()
         self.pool.give(self.tree.evict(self.tree.num_cached))
 
     def release(self, nodes: list[Node]) -> None:

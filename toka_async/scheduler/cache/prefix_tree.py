@@ -10,7 +10,7 @@ the step that fills it, and ranks run steps in order).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,8 +38,10 @@ Offer = tuple[int, int, Node]  # last use, serial number, a leaf without owners
 class PrefixTree:
     """Pages by the tokens they hold, with counts of owned and of cached (unowned) pages."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, on_evict: Callable[[Node], None] = lambda _: None) -> None:
+        """on_evict: called with each node that leaves the tree."""
         self._page_size = page_size
+        self._on_evict = on_evict
         self._root = Node(page=-1, key=b"", parent=None, num_owners=1)
         self._clock = 0
         self._serial = 0
@@ -104,6 +106,7 @@ class PrefixTree:
                 continue
             node = entry[2]
             pages.append(node.page)
+            self._on_evict(node)
             parent, node.parent = node.parent, None
             assert parent is not None
             del parent.children[node.key]

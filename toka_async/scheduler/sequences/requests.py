@@ -118,6 +118,11 @@ class PrefillTask:
     cancelled: bool = False
 
     @property
+    def forks(self) -> bool:
+        """Several samples start from the computed prompt."""
+        return self.sample < 0 and not self.request.is_prompt_only
+
+    @property
     def order(self) -> tuple[int, int, int]:
         """Priority, arrival, sample; lower runs first."""
         sample = self.sample if self.sample >= 0 else self.request.next_sample
@@ -130,7 +135,8 @@ class PromptRun:
 
     For n = 1 the sample's own sequence computes the whole prompt. For n > 1 a sequence that is no sample (sample -1)
     computes all of the prompt but its last token. Every sample then starts as a decoding row whose token is the
-    prompt's last, on a copy of the page that is not full (`tail_page`).
+    prompt's last, on a copy of the page that is not full (`tail_page`). A model with recurrent states keeps the state
+    that they start with in a snapshot, which the run holds until all have started.
     """
 
     key: int
@@ -141,6 +147,9 @@ class PromptRun:
     nodes: list[Node]  # a chain from the prefix tree's root: nodes found, then inserted
     pages: Int32  # shared full pages in order; those beyond `nodes` are the run's own
     tail_page: int = -1
+    begins_with: int = -1  # the snapshot with which computing begins; -1: it begins without a state
+    snapshot: int = -1  # that it holds: of the state with which its samples start
+    saves: tuple[int, ...] = ()  # ends of pages where the state is worth keeping, in tokens, ascending
     seq: int = -1  # the sequence that computes the prompt; -1: nothing (left) to compute
     num_seqs: int = 0  # sequences that hold pages of the run, the computing one included
     closed: bool = False
@@ -153,7 +162,7 @@ class PromptRun:
     @property
     def forks(self) -> bool:
         """Several samples start from the computed prompt."""
-        return self.task.sample < 0 and not self.request.is_prompt_only
+        return self.task.forks
 
     @property
     def computed(self) -> bool:

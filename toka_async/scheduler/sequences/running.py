@@ -17,6 +17,7 @@ from toka_async.messages import Ready
 from toka_async.scheduler.cache.prefix_cache import PageCache
 from toka_async.scheduler.sequences.requests import Generated, PrefillTask, PromptRun, Top
 from toka_async.scheduler.sequences.sequence_table import SequenceTable, index
+from toka_async.scheduler.sequences.step_draft import StateSave
 from toka_async.scheduler.sequences.token_log import TokenLog
 
 GOLDEN_RATIO = 0.6180339887498949
@@ -34,7 +35,7 @@ class RunningSet:
         self.table = SequenceTable(2 * ready.max_seqs)
         self.log = TokenLog(self.table.capacity)
         self.tops: dict[int, list[Top]] = {}
-        self.cache = PageCache(ready.num_pages, ready.page_size, prefix)
+        self.cache = PageCache(ready.num_pages, ready.page_size, prefix, ready.num_snapshots)
         self.rows = np.empty(0, np.int32)
         self.prefilling: dict[PromptRun, None] = {}
         self._sharing: dict[PromptRun, None] = {}  # runs of `prefilling` for several samples
@@ -73,9 +74,13 @@ class RunningSet:
         to_compute = tokens.size - (task.sample < 0)
         num_full, num_tail = to_compute // cache.page_size, int(to_compute % cache.page_size > 0)
         needed = num_full - len(nodes) + num_tail
-        if needed > cache.num_reclaimable or not fits(task, needed + num_revived):
+        # Samples start from a state that the run holds, unless they start at the prompt's first token.
+        holds_state = cache.snapshots.num_snapshots > 0 and to_compute > 0 and task.forks
+        has_states = not holds_state or cache.snapshots.num_reclaimable > 0
+        if needed > cache.num_reclaimable or not has_states or not fits(task, needed + num_revived):
             cache.release(nodes)
             return None
+        num_known, snapshot = cache.find_snapshot(nodes)
         new = cache.take(needed)
         pages = new[: num_full - len(nodes)]
         if nodes:
@@ -84,17 +89,44 @@ class RunningSet:
             key=self._take_key(),
             task=task,
             num_to_compute=to_compute,
-            num_found=len(nodes) * cache.page_size,
-            num_computed=len(nodes) * cache.page_size,
+            num_found=num_known * cache.page_size,
+            num_computed=num_known * cache.page_size,
             epoch=cache.epoch,
             nodes=nodes,
             pages=pages,
             tail_page=int(new[-1]) if num_tail else -1,
+            begins_with=snapshot,
+            saves=self._choose_saves(tokens.size, num_known, len(nodes)),
         )
+        if holds_state:
+            run.snapshot = cache.snapshots.detach(nodes[-1]) if run.computed else cache.snapshots.take()
         self.runs[run.key] = run
         if run.forks:
             task.request.shared_run = run
         return run
+
+    def _choose_saves(self, num_tokens: int, num_known: int, num_matched: int) -> tuple[int, ...]:
+        """Choose where a prompt's state is kept: at its last full page, and where it leaves what the tree knows."""
+        cache = self.cache
+        if not cache.prefix or not cache.snapshots.num_snapshots:
+            return ()
+        last = (num_tokens - 1) // cache.page_size
+        return tuple(page * cache.page_size for page in sorted({num_matched, last}) if page > num_known)
+
+    def list_saves(self, run: PromptRun, count: int) -> list[StateSave]:
+        """List the states to keep of the run's newest chunk, of `count` tokens. Snapshots of nodes are taken for it."""
+        cache, end = self.cache, run.num_computed
+        holds_last = run.snapshot >= 0 and run.computed
+        saves = [StateSave(run.seq, count, run.snapshot, None)] if holds_last else []
+        for position in run.saves if run.epoch == cache.epoch else ():
+            page = position // cache.page_size
+            if not end - count < position <= end - holds_last or len(run.nodes) < page:
+                continue
+            node = run.nodes[page - 1]
+            snapshot = -1 if node in cache.snapshots else cache.snapshots.take()
+            if snapshot >= 0:
+                saves.append(StateSave(run.seq, position - end + count, snapshot, node))
+        return saves
 
     def _take_key(self) -> int:
         """Keys are small numbers, so that they index arrays."""
@@ -199,10 +231,22 @@ class RunningSet:
             self.table.head[seqs] = copies
         if not run.num_pending:
             self.forking.remove(run)
+            self._leave_snapshot(run)
             if run.tail_page >= 0:
                 self.cache.give(np.asarray([run.tail_page], np.int32))
                 run.tail_page = -1
         return seqs, copies
+
+    def _leave_snapshot(self, run: PromptRun) -> None:
+        """Leave the state that a run holds to the end of its last page if that is where it belongs."""
+        if run.snapshot < 0:
+            return
+        size, num_nodes = self.cache.page_size, len(run.nodes)
+        if run.computed and run.num_to_compute == num_nodes * size and run.epoch == self.cache.epoch:
+            self.cache.snapshots.attach(run.nodes[-1], run.snapshot)
+        else:
+            self.cache.snapshots.give(run.snapshot)
+        run.snapshot = -1
 
     def close(self, run: PromptRun) -> None:
         """Give back the pages of a run that no sequence holds, and forget it."""
@@ -215,6 +259,7 @@ class RunningSet:
             self.forking.remove(run)
         if run.request.shared_run is run:
             run.request.shared_run = None
+        self._leave_snapshot(run)
         self.cache.give(run.own_pages())
         if run.nodes:
             self.cache.release(run.nodes)
@@ -297,6 +342,7 @@ class RunningSet:
         owned = [run.own_pages() for run in self.runs.values()]
         owned.append(self.cache.chains.collect(table.head[held]))
         self.cache.check(owned)
+        self.cache.snapshots.check([run.snapshot for run in self.runs.values() if run.snapshot >= 0])
         for run in self.runs.values():
             assert run.num_seqs == int((table.prompt_key[held] == run.key).sum())
             assert run.num_seqs or run.num_pending

@@ -7,7 +7,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from toka_async.arrays import Bool, Int32
+from toka_async.scheduler.cache.prefix_tree import Node
 from toka_async.scheduler.sequences.requests import PromptRun, UInt64
+
+
+@dataclass(slots=True, frozen=True)
+class StateSave:
+    """The state of a sequence after `length` tokens of its chunk is kept. node: whose it is; None: its run's."""
+
+    seq: int
+    length: int
+    snapshot: int
+    node: Node | None
 
 
 @dataclass(slots=True)
@@ -22,7 +33,10 @@ class StepDraft:
     page_ids: list[Int32] = field(default_factory=list)
     joined: list[Int32] = field(default_factory=list)
     forked: list[Int32] = field(default_factory=list)  # those of `joined` whose first token is this step's
+    snapshots: list[Int32] = field(default_factory=list)  # that the rows of `admit_seqs` begin with, or -1
     chunks: list[tuple[PromptRun, int, int]] = field(default_factory=list)  # run, sequence, tokens
+
+    saves: list[StateSave] = field(default_factory=list)
 
     def chunk_seqs(self) -> Int32:
         return np.asarray([seq for _, seq, _ in self.chunks], dtype=np.int32)

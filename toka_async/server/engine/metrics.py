@@ -53,6 +53,12 @@ GAUGES: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "kv_cache_pages_used": ("pages that running sequences own", lambda s: s.pages_used),
     "kv_cache_pages_cached": ("pages of earlier prompts that nobody owns, free to take", lambda s: s.pages_cached),
     "kv_cache_pages": ("pages in all", lambda s: s.num_pages),
+    "state_snapshots_used": (
+        "recurrent states that prompts hold for samples that have not started",
+        lambda s: s.snapshots_used,
+    ),
+    "state_snapshots_cached": ("recurrent states at pages of the prefix tree", lambda s: s.snapshots_cached),
+    "state_snapshots": ("recurrent states in all, beside those of rows", lambda s: s.num_snapshots),
     "expected_length_mean": (
         "of new sequences, as a share of max_tokens",
         lambda s: (s.expected_length or NO_GUESS)[0],

@@ -33,7 +33,16 @@ from toka_async.server.engine.router import ReplicaRouter
 from toka_async.transport.base import Outbox
 
 ASK_SECONDS = 0.25  # in which a scheduler that is asked for its counts answers, unless something is wrong with it
-_STATE = ("num_running", "num_waiting", "pages_used", "pages_cached", "num_pages")
+_STATE = (
+    "num_running",
+    "num_waiting",
+    "pages_used",
+    "pages_cached",
+    "num_pages",
+    "num_snapshots",
+    "snapshots_used",
+    "snapshots_cached",
+)
 _COUNTERS = (
     "prefix_queries",
     "prefix_hits",

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from toka_async.model.mxfp4 import Mxfp4Slice, dequantize
+from toka_async.model.matrices.mxfp4 import Mxfp4Slice, dequantize
 
 VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 EXPERTS, OUTPUTS, GROUPS = 3, 6, 4

@@ -1,0 +1,1 @@
+"""Layers with a recurrent state: the states of sequences, and what computes with them."""

@@ -1,0 +1,90 @@
+"""The recurrent states of sequences: of rows by their slots, one for padding, and snapshots of the scheduler's.
+
+Knows no tokens. The states of all layers of a sequence lie together, so that one copy takes them all.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+import torch
+
+from toka_async.arrays import Int32
+from toka_async.kernels.delta.layer import DeltaShape
+from toka_async.memory.host import discard_memory
+from toka_async.memory.virtual import CudaDriver, MemoryStaysError, VirtualMemory, view_memory
+
+
+class StateCache:
+    """States of `max_seqs` slots, of padding, and `num_snapshots` more.
+
+    recurrent: float32 [states, layers, value heads, key_dim, value_dim]. inputs: [states, layers, channels, width - 1],
+    the newest inputs of the convolution, oldest first.
+    """
+
+    def __init__(
+        self,
+        shape: DeltaShape,
+        num_layers: int,
+        max_seqs: int,
+        num_snapshots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        can_sleep: bool = False,
+    ) -> None:
+        """dtype: of inputs. can_sleep: a GPU's memory can be given back and taken again."""
+        self.shape = shape
+        self.padding = max_seqs
+        self.first_snapshot = max_seqs + 1
+        self.device = device
+        num_states = max_seqs + 1 + num_snapshots
+        recurrent = (num_states, num_layers, shape.num_value_heads, shape.key_dim, shape.value_dim)
+        inputs = (num_states, num_layers, shape.num_channels, shape.width - 1)
+        self._memory: VirtualMemory | None = None
+        if can_sleep and device.type == "cuda":
+            sizes = [4 * prod(recurrent), dtype.itemsize * prod(inputs)]
+            self._memory = VirtualMemory(sum(sizes), CudaDriver(device))
+            first, second = torch.split(view_memory(self._memory, device)[: sum(sizes)], sizes)
+            self.recurrent = first.view(torch.float32).view(recurrent).zero_()
+            self.inputs = second.view(dtype).view(inputs).zero_()
+        else:
+            self.recurrent = torch.zeros(recurrent, dtype=torch.float32, device=device)
+            self.inputs = torch.zeros(inputs, dtype=dtype, device=device)
+        self._is_released = False
+
+    def begin(self, slots: Int32, snapshots: Int32) -> None:
+        """Begins rows with the states of snapshots; -1, or no snapshots: without a state, which is zeros."""
+        snapshots = snapshots if snapshots.size else np.full_like(slots, -1)
+        for snapshot in sorted(set(snapshots.tolist())):
+            targets = torch.from_numpy(slots[snapshots == snapshot].astype("int64")).to(self.device)
+            for states in (self.recurrent, self.inputs):
+                if snapshot < 0:
+                    states.index_fill_(0, targets, 0)
+                else:
+                    source = states[
+                        self.first_snapshot + snapshot
+                    ].clone()  # index_copy_ takes no part of its own memory
+                    states.index_copy_(0, targets, source.expand(len(targets), *source.shape))
+
+    def release(self) -> None:
+        """Gives the memory back, and keeps its addresses. Raises MemoryStaysError on a GPU without `can_sleep`."""
+        if self.device.type == "cuda":
+            if self._memory is None:
+                raise MemoryStaysError("the cache cannot give its memory back: start with cache.can_sleep")
+            torch.cuda.synchronize(self.device)
+            self._memory.release()
+        else:
+            discard_memory(self.recurrent)
+            discard_memory(self.inputs)
+        self._is_released = True
+
+    def restore(self) -> None:
+        """Takes the memory again, if it was given back; all states are zeros. Raises MemoryStaysError."""
+        if not self._is_released:
+            return
+        if self._memory is not None:
+            self._memory.restore()
+        self.recurrent.zero_()
+        self.inputs.zero_()
+        self._is_released = False

@@ -1,0 +1,201 @@
+"""The short convolution before the recurrence of a Gated DeltaNet layer, and its state: each row's newest inputs.
+
+Queries and keys get length 1 in the same pass, and queries their scale. Knows no pages and no positions.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from toka_async.kernels.delta.layer import DeltaShape
+
+_TOKENS = 16  # of a program, where rows have several
+_CHANNELS = 128  # of a program that keeps inputs
+NORM_EPS = 1e-6  # of the lengths of queries and keys
+
+
+def convolve(
+    projected: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    offsets: Tensor | None,
+    weights: Tensor,
+    shape: DeltaShape,
+    padding: int,
+) -> Tensor:
+    """Convolves tokens; returns queries, keys and values, [t, channels].
+
+    projected: [t, channels], a token's contiguous. states: [slots, channels, width - 1], oldest
+    input first. slots: [t], of each token; `padding` has no state. offsets: int32 [t], each token's place in its row's
+    chunk, one chunk after the other; None: each token is a row of its own, and becomes its slot's newest input.
+    weights: [channels, width].
+    """
+    num_tokens = len(projected)
+    convolved = torch.empty(num_tokens, shape.num_channels, dtype=projected.dtype, device=projected.device)
+    assert projected.stride(1) == 1
+    assert states.stride()[1:] == (shape.width - 1, 1)
+    assert weights.is_contiguous()
+    if num_tokens:
+        tokens = 1 if offsets is None else _TOKENS
+        _convolve[triton.cdiv(num_tokens, tokens), 2 * shape.num_key_heads + shape.num_value_heads](
+            projected,
+            projected.stride(0),
+            states,
+            states.stride(0),
+            slots,
+            slots if offsets is None else offsets,
+            weights,
+            convolved,
+            num_tokens,
+            padding,
+            shape.key_dim**-0.5,
+            is_step=offsets is None,
+            key_heads=shape.num_key_heads,
+            value_heads=shape.num_value_heads,
+            key_dim=shape.key_dim,
+            value_dim=shape.value_dim,
+            dim_pad=triton.next_power_of_2(max(shape.key_dim, shape.value_dim)),
+            width=shape.width,
+            eps=NORM_EPS,
+            tokens=tokens,
+            num_warps=1 if offsets is None else 4,
+        )
+    return convolved
+
+
+@triton.jit(do_not_specialize=["num_tokens", "padding"])
+def _convolve(
+    projected,
+    stride,
+    states,
+    state_stride,
+    slots,
+    offsets,
+    weights,
+    convolved,
+    num_tokens,
+    padding,
+    scale,
+    is_step: tl.constexpr,
+    key_heads: tl.constexpr,
+    value_heads: tl.constexpr,
+    key_dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    dim_pad: tl.constexpr,
+    width: tl.constexpr,
+    eps: tl.constexpr,
+    tokens: tl.constexpr,
+):
+    """One program convolves one head of some tokens."""
+    token = tl.program_id(0).to(tl.int64) * tokens + tl.arange(0, tokens)
+    head = tl.program_id(1)
+    column = tl.arange(0, dim_pad)
+    num_channels: tl.constexpr = 2 * key_heads * key_dim + value_heads * value_dim
+    is_value = head >= 2 * key_heads
+    dim = tl.where(is_value, value_dim, key_dim)
+    first = tl.where(is_value, 2 * key_heads * (key_dim - value_dim) + head * value_dim, head * key_dim)
+    channel = first + column
+    in_head = column < dim
+    in_step = token < num_tokens
+    slot = tl.load(slots + token, mask=in_step, other=0).to(tl.int64)
+    has_state = (in_step & (slot != padding))[:, None] & in_head[None, :]
+    offset = tl.zeros((tokens,), tl.int32)
+    if not is_step:
+        offset = tl.load(offsets + token, mask=in_step, other=0)
+    kept = states + slot[:, None] * state_stride + channel[None, :] * (width - 1)
+    total = tl.zeros((tokens, dim_pad), tl.float32)
+    for tap in tl.static_range(width):
+        is_here = (offset >= width - 1 - tap)[:, None]
+        here = in_step[:, None] & in_head[None, :] & is_here
+        place = projected + (token - (width - 1 - tap))[:, None] * stride + channel[None, :]
+        x = tl.load(place, mask=here, other=0.0)
+        if tap < width - 1:
+            before = has_state & (offset < width - 1 - tap)[:, None]
+            x = tl.where(is_here, x, tl.load(kept + (tap + offset[:, None]), mask=before, other=0.0))
+        weight = tl.load(weights + channel * width + tap, mask=in_head, other=0.0).to(tl.float32)
+        total += x.to(tl.float32) * weight[None, :]
+        if is_step and tap > 0:
+            tl.store(kept + (tap - 1), x, mask=has_state)
+    active = total * tl.sigmoid(total)
+    length = tl.rsqrt(tl.sum(active * active, 1) + eps)
+    factor = tl.where(is_value, 1.0, length * tl.where(head < key_heads, scale, 1.0))
+    target = convolved + token[:, None] * num_channels + channel[None, :]
+    value = (active * factor[:, None]).to(convolved.dtype.element_ty)
+    tl.store(target, value, mask=in_step[:, None] & in_head[None, :])
+
+
+def keep_inputs(projected: Tensor, states: Tensor, pieces: Tensor, chunks: Tensor, shape: DeltaShape) -> None:
+    """Makes the last tokens of chunks their slots' newest inputs, and keeps those of pieces where they ask for it.
+
+    pieces, chunks: int32 [p, 3] and [k, 3], see `ChunkPieces`. projected, states: see `convolve`.
+    """
+    grid = len(chunks), triton.cdiv(shape.num_channels, _CHANNELS)
+    _keep[grid](
+        projected,
+        projected.stride(0),
+        states,
+        states.stride(0),
+        pieces,
+        chunks,
+        num_channels=shape.num_channels,
+        width=shape.width,
+        channels=_CHANNELS,
+        num_warps=1,
+    )
+
+
+@triton.jit
+def _keep(
+    projected,
+    stride,
+    states,
+    state_stride,
+    pieces,
+    chunks,
+    num_channels: tl.constexpr,
+    width: tl.constexpr,
+    channels: tl.constexpr,
+):
+    """One program goes through a chunk's pieces, for some channels: what they keep is read before it is replaced."""
+    chunk = chunks + 3 * tl.program_id(0)
+    first_piece, num_pieces, slot = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2).to(tl.int64)
+    channel = tl.program_id(1) * channels + tl.arange(0, channels)
+    inside = channel < num_channels
+    first = tl.load(pieces + 3 * first_piece)
+    old = states + slot * state_stride + channel * (width - 1)
+    for number in range(first_piece, first_piece + num_pieces):
+        piece = pieces + 3 * number
+        end = tl.load(piece) + tl.load(piece + 1)
+        kept = tl.load(piece + 2).to(tl.int64)
+        if kept >= 0:
+            _copy_inputs(
+                projected,
+                stride,
+                old,
+                states + kept * state_stride + channel * (width - 1),
+                first,
+                end,
+                channel,
+                inside,
+                width,
+            )
+        if number == first_piece + num_pieces - 1:
+            _copy_inputs(projected, stride, old, old, first, end, channel, inside, width)
+
+
+@triton.jit
+def _copy_inputs(projected, stride, old, target, first, end, channel, inside, width: tl.constexpr):
+    """Copies the inputs of the tokens before `end`; those before the chunk's first are in `old`.
+
+    A place is written when all that come from it are read: places are read in ascending order, and each goes to a lower
+    or the same place.
+    """
+    for place in tl.static_range(width - 1):
+        token = end - (width - 1) + place
+        is_new = token >= first
+        x = tl.load(projected + token.to(tl.int64) * stride + channel, mask=inside & is_new, other=0.0)
+        before = tl.load(old + (width - 1 + token - first), mask=inside & (token < first), other=0.0)
+        tl.store(target + place, tl.where(is_new, x, before), mask=inside)

@@ -1,0 +1,53 @@
+"""The shapes and weights of a Gated DeltaNet layer (arXiv:2412.06464), as what computes with states takes them.
+
+A token's queries, keys and values pass a short convolution; queries and keys have length 1. Each value head has a state
+S [key_dim, value_dim], which decays by exp(g), then learns a value with the rate beta: S += k (beta (v - Sᵀ k))ᵀ. The
+output Sᵀ q is normed and gated. Loads no Triton, which is not everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(slots=True, frozen=True)
+class DeltaShape:
+    """A layer's heads on a rank. Consecutive value heads share a key head. width: tokens that a convolution sees."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+
+    @property
+    def num_keys(self) -> int:
+        """Values of all key heads."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def num_values(self) -> int:
+        """Values of all value heads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Values of queries, keys and values, which are convolved."""
+        return 2 * self.num_keys + self.num_values
+
+
+@dataclass(slots=True, frozen=True)
+class DeltaWeights:
+    """A layer's parameters beside its matrices.
+
+    convolution: [channels, width]. log_decay, time_bias: float32 [value heads]: g is -exp(log_decay) * softplus(a +
+    time_bias), where a is a token's. norm: [value_dim], of each value head's output. eps: of that norm.
+    """
+
+    convolution: Tensor
+    log_decay: Tensor
+    time_bias: Tensor
+    norm: Tensor
+    eps: float

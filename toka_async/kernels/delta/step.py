@@ -1,0 +1,127 @@
+"""One step of the gated delta rule for rows that decode, each with its state, at a cost that no context changes.
+
+The norm and the gate of the output follow in the same pass, while a head's values are at hand.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from toka_async.kernels.delta.layer import DeltaShape, DeltaWeights
+
+
+def step_states(
+    convolved: Tensor,
+    z: Tensor,
+    gates: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    weights: DeltaWeights,
+    shape: DeltaShape,
+    padding: int,
+) -> Tensor:
+    """Advances the states of rows by one token; returns the gated outputs [n, values].
+
+    convolved: [n, channels], see `convolution.convolve`. z: [n, values]. gates: [n, 2 * value heads]. states: float32
+    [slots, value heads, key_dim, value_dim]. slots: int64 [n], distinct but for `padding`, which has no state.
+    """
+    output = torch.empty(len(z), shape.num_values, dtype=z.dtype, device=z.device)
+    assert states[0].is_contiguous()
+    assert convolved.is_contiguous()
+    assert z.stride(1) == gates.stride(1) == 1
+    if len(z):
+        tile = triton.next_power_of_2(shape.key_dim) * triton.next_power_of_2(shape.value_dim)
+        _step[len(z), shape.num_value_heads](
+            convolved,
+            z,
+            z.stride(0),
+            gates,
+            gates.stride(0),
+            states,
+            states.stride(0),
+            slots,
+            weights.log_decay,
+            weights.time_bias,
+            weights.norm,
+            output,
+            padding,
+            key_heads=shape.num_key_heads,
+            value_heads=shape.num_value_heads,
+            key_dim=shape.key_dim,
+            value_dim=shape.value_dim,
+            key_pad=triton.next_power_of_2(shape.key_dim),
+            value_pad=triton.next_power_of_2(shape.value_dim),
+            eps=weights.eps,
+            num_warps=8 if tile >= 1 << 14 else 4,
+        )
+    return output
+
+
+@triton.jit(do_not_specialize=["padding"])
+def _step(
+    convolved,
+    z,
+    z_stride,
+    gates,
+    gate_stride,
+    states,
+    state_stride,
+    slots,
+    log_decay,
+    time_bias,
+    norm,
+    output,
+    padding,
+    key_heads: tl.constexpr,
+    value_heads: tl.constexpr,
+    key_dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    key_pad: tl.constexpr,
+    value_pad: tl.constexpr,
+    eps: tl.constexpr,
+):
+    """One program advances one head of a row."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + row)
+    key_head = head // (value_heads // key_heads)
+    i, j = tl.arange(0, key_pad), tl.arange(0, value_pad)
+    in_key, in_value = i < key_dim, j < value_dim
+    num_channels: tl.constexpr = 2 * key_heads * key_dim + value_heads * value_dim
+    of_row = convolved + row * num_channels
+    query = tl.load(of_row + key_head * key_dim + i, mask=in_key, other=0.0).to(tl.float32)
+    key = tl.load(of_row + (key_heads + key_head) * key_dim + i, mask=in_key, other=0.0).to(tl.float32)
+    value = tl.load(of_row + 2 * key_heads * key_dim + head * value_dim + j, mask=in_value, other=0.0).to(tl.float32)
+    beta, decay = load_rates(gates + row * gate_stride, log_decay, time_bias, head, value_heads)
+    place = states + slot * state_stride + head * key_dim * value_dim + i[:, None] * value_dim + j[None, :]
+    has_state = (in_key[:, None] & in_value[None, :]) & (slot != padding)
+    state = tl.load(place, mask=has_state, other=0.0) * tl.exp(decay)
+    learned = beta * (value - tl.sum(state * key[:, None], 0))
+    state += key[:, None] * learned[None, :]
+    tl.store(place, state, mask=has_state)
+    read = tl.sum(state * query[:, None], 0)
+    of_head = row * value_heads * value_dim + head * value_dim + j
+    gate = tl.load(z + row * z_stride + head * value_dim + j, mask=in_value, other=0.0)
+    weight = tl.load(norm + j, mask=in_value, other=0.0)
+    length = tl.sum(read * read, 0) / value_dim + eps
+    tl.store(output + of_head, norm_gated(read, tl.rsqrt(length), weight, gate), mask=in_value)
+
+
+@triton.jit
+def load_rates(gates, log_decay, time_bias, head, value_heads: tl.constexpr):
+    """Returns beta and g of a head; gates points at tokens' b, and a follows."""
+    b, a = tl.load(gates + head).to(tl.float32), tl.load(gates + value_heads + head).to(tl.float32)
+    a += tl.load(time_bias + head)
+    softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
+    return tl.sigmoid(b), -tl.exp(tl.load(log_decay + head)) * softplus
+
+
+@triton.jit
+def norm_gated(read, factor, weight, gate):
+    """Norms what was read by its factor, and gates it, in the gate's dtype; rounds as a model in this dtype does."""
+    dtype: tl.constexpr = gate.dtype
+    normed = ((read * factor).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype).to(tl.float32)
+    opened = gate.to(tl.float32)
+    return (normed * opened * tl.sigmoid(opened)).to(dtype)

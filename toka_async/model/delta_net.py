@@ -1,0 +1,90 @@
+"""Gated DeltaNet (arXiv:2412.06464) as a `Mixer`: projections around what a backend computes with states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from toka_async.attention.base import AttentionBackend
+from toka_async.attention.states.backend import StateBackend
+from toka_async.checkpoint.delta_net_spec import DeltaNetSpec
+from toka_async.checkpoint.spec import ModelSpec
+from toka_async.kernels.delta.layer import DeltaWeights
+from toka_async.model.activation_layout import ActivationLayout
+from toka_async.model.attention import Rotation
+from toka_async.model.comm import Comm
+from toka_async.model.layers import InputNorm
+from toka_async.model.matrices.build import build_matrix
+from toka_async.model.matrices.matrix import Matrix, MatrixUse
+from toka_async.model.matrices.ops import Ops
+from toka_async.model.matrices.part import WeightPart, make_unset
+from toka_async.model.matrices.share import JoinedShare, share_of, share_units, whole_of
+
+
+class DeltaNet(nn.Module):
+    def __init__(self, spec: ModelSpec, number: int, index: int, comm: Comm, ops: Ops) -> None:
+        """number: of the layer in the model. index: among the layers of the stage that have states."""
+        super().__init__()
+        mixer = spec.layers[number].mixer
+        assert isinstance(mixer, DeltaNetSpec)
+        self.index = index
+        *projections, output = spec.layers[number].list_mixer_matrices(spec.hidden_size)
+        # Of queries, keys and values, of z if it is not among these, and of the gates b and a.
+        self.projections = nn.ModuleList(cast(nn.Module, build_matrix(each, comm, ops)) for each in projections)
+        self.output = build_matrix(output, comm, ops)
+        self.channels = [share_units(units, comm) for units in mixer.channels]
+        self.heads = share_of(mixer.num_value_heads, comm)
+        self.convolution = make_unset(sum(share.size for share in self.channels), mixer.width)
+        # As precise as the states that they decay.
+        self.log_decay = nn.Parameter(torch.empty(self.heads.size, dtype=torch.float32), requires_grad=False)
+        self.time_bias = nn.Parameter(torch.empty(self.heads.size, dtype=torch.float32), requires_grad=False)
+        self.norm = make_unset(mixer.value_dim)
+        self.eps = spec.norm.eps
+
+    def forward(
+        self,
+        hidden: Tensor | None,
+        residual: Tensor | None,
+        norm: InputNorm,
+        rotation: Rotation,
+        backend: AttentionBackend,
+        layout: ActivationLayout,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns what each token reads from its row's state, [t, values]. See `Mixer`."""
+        assert isinstance(backend, StateBackend)
+        normed, residual = norm(hidden, residual)
+        num_tokens = len(rotation[0])
+        projected, *others = (
+            layout.trim(layout.column(matrix.take(normed), matrix), num_tokens) for matrix in self.list_projections()
+        )
+        inputs, z = projected.tensor_split([len(self.convolution)], dim=1)
+        *own_z, gates = others
+        weights = DeltaWeights(self.convolution, self.log_decay, self.time_bias, self.norm, self.eps)
+        return backend.states.compute(self.index, inputs, own_z[0] if own_z else z, gates, weights), residual
+
+    def list_projections(self) -> list[Matrix]:
+        return cast(list[Matrix], list(self.projections))
+
+    def uses(self, normed: bool) -> Iterator[MatrixUse]:  # noqa: ARG002
+        for matrix in self.list_projections():
+            yield MatrixUse(matrix)
+
+    def parts(self) -> Iterator[tuple[str, WeightPart]]:
+        for matrix in (*self.list_projections(), self.output):
+            yield from matrix.parts()
+        width = whole_of(self.convolution.shape[1])
+        convolution, channels = self.convolution.data[:, None], JoinedShare(tuple(self.channels))
+        yield "linear_attn.conv1d.weight", WeightPart(convolution, (channels, whole_of(1), width))
+        for name, target in (("A_log", self.log_decay.data), ("dt_bias", self.time_bias.data)):
+            part = WeightPart(target, (self.heads,), constant=0.0, store=partial(_store, target))
+            yield f"linear_attn.{name}", part
+        yield "linear_attn.norm.weight", WeightPart(self.norm.data, (whole_of(len(self.norm)),), constant=1.0)
+
+
+def _store(target: Tensor, values: Tensor) -> None:
+    """Keeps values in float32, which a checkpoint may have in another dtype."""
+    target.copy_(values)
