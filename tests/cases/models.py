@@ -51,6 +51,7 @@ _ARCHITECTURES = {
     "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
     "ministral": "MinistralForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
@@ -99,6 +100,7 @@ _OWN_FIELDS: dict[str, dict[str, Any]] = {
     "glm": {"attention_bias": True, "pad_token_id": 0},
     "glm4": {"attention_bias": True, "pad_token_id": 0},
     "seed_oss": {"attention_bias": True},
+    "ernie4_5": {"tie_word_embeddings": True},
     "ministral": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
     "gemma": {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
     "gemma2": {

@@ -73,6 +73,8 @@ CASES: dict[str, dict[str, Any]] = {
     "glm": {},
     "glm4": {},
     "seed_oss": {"mlp_bias": True},
+    "ernie4_5": {},
+    "ernie4_5-untied-yarn": {"tie_word_embeddings": False, "rope_scaling": YARN},
     "ministral": {},
     "gemma": {},
     "gemma2": {},

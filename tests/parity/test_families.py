@@ -35,6 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {},
     "glm4": {},
     "seed_oss": {},
+    "ernie4_5": {},
     "ministral": {},
     "gemma": {},
     "gemma2": {},

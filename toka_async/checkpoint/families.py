@@ -347,6 +347,17 @@ FAMILIES: dict[str, Family] = {
         bos_token_ids=(0,),
         eos_token_ids=(2,),
     ),
+    "ernie4_5": Family(
+        max_positions=131072,
+        num_kv_heads=2,
+        head_dim=128,
+        norm_eps=1e-5,
+        rope=RopeDefaults(theta=500000.0, interleaved=True),
+        tied=True,
+        refused=(("use_bias", 0),),
+        bos_token_ids=(1,),
+        eos_token_ids=(2,),
+    ),
     "ministral": Family(
         max_positions=131072,
         num_kv_heads=8,

@@ -153,7 +153,8 @@ def read_spec(model_dir: Path, quantize: str = "none") -> ModelSpec:
         raise file.error("model_type", f"{name!r} is not supported; supported: {supported}")
     for field, default in family.refused:
         if file.fields.get(field, default):
-            raise file.error(field, f"is {file.fields.get(field, default)!r}: supported: 0; such layers cannot be run")
+            value = file.fields.get(field, default)
+            raise file.error(field, f"is {value!r}: supported: 0; for such layers try model.impl=transformers")
     num_layers = file.integer("num_hidden_layers", most=MOST_LAYERS)
     hidden_size = file.integer("hidden_size")
     scales = read_scales(file, family, hidden_size)
