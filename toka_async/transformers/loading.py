@@ -42,7 +42,8 @@ def read_config(model_dir: Path, trust_remote_code: bool) -> Any:
 
 def refuse(config: Any, reason: str) -> ModelError:
     """Makes the error that a model cannot run, which says why."""
-    return ModelError(f"model_type {config.model_type!r} cannot run through transformers: {reason}")
+    file = f"{config.name_or_path}/config.json: " if config.name_or_path else ""
+    return ModelError(f"{file}model_type {config.model_type!r} cannot run through transformers: {reason}")
 
 
 def build_modules(config: Any, dtype: torch.dtype, attention: str, trust_remote_code: bool) -> Any:
