@@ -106,7 +106,13 @@ def ask(server: Serving, index: int) -> list[Any]:
 
 
 @pytest.mark.usefixtures("socket_folders")
-@pytest.mark.parametrize("options", [(*TIGHT, "parallel.tp=2"), ("parallel.pp=2",)], ids=["tp", "pp"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((*TIGHT, "parallel.tp=2"), id="tp"),
+        pytest.param(("parallel.pp=2",), id="pp", marks=pytest.mark.slow),
+    ],
+)
 def test_batch_invariant_answers_do_not_depend_on_the_load(tmp_path: Path, options: tuple[str, ...]) -> None:
     with serving(tmp_path, "model.batch_invariant=true", *options) as server:
         alone = [ask(server, index) for index in range(len(PROMPTS))]

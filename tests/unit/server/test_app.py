@@ -16,7 +16,7 @@ from toka_async.server.engine.request_group import RequestGroup
 from toka_async.server.http.respond import SERVICE
 
 PATH = "/v1/completions"
-LONG = {"prompt": ["x", "y"], "n": 2, "max_tokens": 400}
+LONG = {"prompt": ["x", "y"], "n": 2, "max_tokens": 400, "seed": 1}  # whose first tokens are whole characters
 
 
 def held() -> FakeScheduler:
