@@ -8,7 +8,6 @@ from __future__ import annotations
 import http.client
 import os
 import signal
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.cases.models import make_checkpoint
+from tests.drivers.until import wait_until
 from tests.processes.serving import Asking, Serving
 from toka_async.topology import Layout
 
@@ -131,7 +131,12 @@ class Outcomes:
     messages: list[str] = field(default_factory=list)
 
 
-def kill_under_load(server: Serving, name: str, max_tokens: int, after: float = 0.3) -> Outcomes:
+def count_generated(server: Serving) -> float:
+    lines = server.get("/metrics")[1].splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("toka:generation_tokens_total"))
+
+
+def kill_under_load(server: Serving, name: str, max_tokens: int) -> Outcomes:
     """Kills a process by SIGKILL while clients wait, half of them for a stream; returns when all know what came of it.
 
     A whole answer is right when it has all its tokens; a stream when it ends without an error.
@@ -168,9 +173,10 @@ def kill_under_load(server: Serving, name: str, max_tokens: int, after: float = 
         else:
             _failed(outcomes, "the stream was cut")
 
+    enough = count_generated(server) + 8 * sum(num_samples for _, num_samples in REQUESTS)
     with ThreadPoolExecutor(2 * len(REQUESTS)) as pool:
         clients = [pool.submit(kind, request) for request in REQUESTS for kind in (whole, stream)]
-        time.sleep(after)
+        wait_until(lambda: count_generated(server) >= enough)  # so that streams have begun
         os.kill(server.children[name], signal.SIGKILL)
         for client in clients:
             client.result(timeout=60)
