@@ -17,6 +17,7 @@ import os
 import socket
 import statistics
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 import torch
@@ -70,18 +71,19 @@ def synchronize(*devices: torch.device) -> None:
             torch.cuda.synchronize(device)
 
 
-class Sender:
+class Sender(ABC):
     """One way from this process to the server's rank. open: before the first update."""
 
     def __init__(self, trainer: Trainer, device: torch.device) -> None:
         self.trainer = trainer
         self.device = device
 
-    async def open(self) -> None:
+    async def open(self) -> None:  # noqa: B027  # some ways need nothing
         pass
 
+    @abstractmethod
     async def send(self, tensors: dict[str, Tensor]) -> None:
-        raise NotImplementedError
+        """Give the server all tensors."""
 
 
 class NcclSender(Sender):

@@ -124,7 +124,7 @@ class RolloutEngine:
         self, address: str, port: int, rank_offset: int, world_size: int, name: str, backend: str, use_ray: bool
     ) -> None:
         if use_ray:
-            raise NotImplementedError("toka: leave --vllm.sync_with_ray out")
+            raise ValueError("toka: leave --vllm.sync_with_ray out")
         self._group = name
         where: dict[str, Any] = {"address": address, "port": port, "rank_offset": rank_offset, "world_size": world_size}
         is_gloo = backend == "gloo"
@@ -242,10 +242,10 @@ def hold_gpus() -> list[Any]:
 
 
 def find_gpus(holders: Sequence[Any]) -> list[str]:
-    """Find the ids of held GPUs. Raises NotImplementedError where they are not on this node."""
+    """Find the ids of held GPUs. Raises ValueError where they are not on this node."""
     places = ray.get([holder.find_place.remote() for holder in holders])
     if {node for node, _ in places} - {ray.get_runtime_context().get_node_id()}:
-        raise NotImplementedError("toka: an engine has the GPUs of one node; lower --vllm.tensor_parallel_size")
+        raise ValueError("toka: an engine has the GPUs of one node; lower --vllm.tensor_parallel_size")
     return [gpu for _, gpu in places]
 
 

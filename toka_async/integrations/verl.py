@@ -45,7 +45,7 @@ class VerlServer:
     def __init__(self, config: Any, model_config: Any, mode: Any, replica_rank: int, gpus: Sequence[str]) -> None:
         model = omega_conf_to_dataclass(model_config, dataclass_type=HFModelConfig)  # has a local copy
         if (model.lora_rank > 0 or model.lora.get("rank", 0) > 0) and not model.lora.get("merge", False):
-            raise NotImplementedError("toka: LoRA adapters are not supported; set model.lora.merge")
+            raise ValueError("toka: LoRA adapters are not supported; set model.lora.merge")
         self._config = config
         self._mode = mode
         self._seed = replica_rank + config.seed if config.full_determinism else None
@@ -192,7 +192,7 @@ class TokaReplica(RolloutReplica):  # type: ignore[misc]
 
     async def launch_servers(self) -> None:
         if self.nnodes > 1:
-            raise NotImplementedError("toka: a replica has the GPUs of one node; lower its tp, dp or pp")
+            raise ValueError("toka: a replica has the GPUs of one node; lower its tp, dp or pp")
         places = await asyncio.gather(*(worker.__ray_call__.remote(find_place) for worker in self.workers))
         kind = "reward_" if self.is_reward_model else "teacher_" if self.is_teacher_model else ""
         actor: Any = ray.remote(VerlServer)
@@ -243,7 +243,7 @@ class TokaRollout(BaseRollout):  # type: ignore[misc]
         rank shares memory of the host. Raises CommandError, which names the tensor at fault.
         """
         if wire_format != "named_tensors" or peft_config is not None:
-            raise NotImplementedError("toka: deltas and LoRA adapters are not supported; send whole tensors")
+            raise ValueError("toka: deltas and LoRA adapters are not supported; send whole tensors")
         num_bytes = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
         has_gpu = torch.cuda.is_available()
         if self.is_leader_rank:
@@ -272,7 +272,7 @@ class TokaRollout(BaseRollout):  # type: ignore[misc]
 
 
 def make_options(config: Any) -> dict[str, Any]:
-    """Make the engine's options of verl's. Raises NotImplementedError for what it cannot do."""
+    """Make the engine's options of verl's. Raises ValueError for what it cannot do."""
     refused = {
         "disaggregation.enabled": config.disaggregation.enabled,
         "mtp.enable_rollout": config.mtp is not None and config.mtp.enable and config.mtp.enable_rollout,
@@ -283,7 +283,7 @@ def make_options(config: Any) -> dict[str, Any]:
     }
     for name, value in refused.items():
         if value:
-            raise NotImplementedError(f"toka: rollout.{name} is not supported")
+            raise ValueError(f"toka: rollout.{name} is not supported")
     return {
         "parallel.tp": config.tensor_model_parallel_size,
         "parallel.pp": config.pipeline_model_parallel_size,

@@ -14,7 +14,10 @@ from toka_async.attention.kv_cache import bytes_per_token
 from toka_async.checkpoint.limits import RankLimits
 from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.config import CacheConfig, GraphsConfig, ScheduleConfig
+from toka_async.model.activation_layout import LayoutPolicy
+from toka_async.model.overlap import OverlappedShards
 from toka_async.runner.graphs import DENSE_ROWS
+from toka_async.runner.micro_batches import count_most_rows, count_most_tokens
 from toka_async.runner.slab_sampler import SLAB_BYTES
 from toka_async.startup.device import resolve_stored_dtype
 from toka_async.startup.memory import read_free_cuda_memory
@@ -197,3 +200,16 @@ def count_row_bytes(spec: ModelSpec, limits: RankLimits, dtype: torch.dtype, pag
     logits = -(-spec.count_logit_bytes(dtype.itemsize) // num_parts)
     state = spec.count_state_bytes(dtype.itemsize)
     return logits + spec.vocab_size // 4 + 4 * limits.max_context // page_size + state
+
+
+def limit_part(limits: RankLimits, num_parts: int) -> RankLimits:
+    """Returns the limits of each of a step's micro-batches."""
+    num_tokens = count_most_tokens(limits.max_seqs, limits.max_tokens, num_parts)
+    return replace(limits, max_seqs=count_most_rows(limits.max_seqs, num_parts), max_tokens=num_tokens)
+
+
+def limit_separate(limits: RankLimits, layouts: LayoutPolicy) -> RankLimits:
+    """Returns the limits of products that do not overlap with exchanges; those of sampled tokens never do."""
+    if not isinstance(layouts.shards, OverlappedShards):
+        return limits
+    return replace(limits, max_tokens=min(limits.max_tokens, max(limits.max_seqs, layouts.min_tokens - 1)))

@@ -10,10 +10,11 @@ import torch
 
 from toka_async.attention.kv_cache import E4M3
 from toka_async.checkpoint.spec import ModelError, ModelSpec
-from toka_async.config import AttentionConfig, CacheConfig, ModelConfig
+from toka_async.config import AttentionConfig, CacheConfig, Config, ModelConfig
 from toka_async.kernels.support import LEAST_E4M3, explain_no_kernels
 from toka_async.startup.gpu_absence import explain_unusable
 from toka_async.startup.rank_coords import ALONE, RankCoords
+from toka_async.tuning.store import TuningCache, describe_gpu, find_folder
 
 logger = logging.getLogger(__name__)
 
@@ -136,3 +137,10 @@ def name_types(spec: ModelSpec, dtype: torch.dtype, cache: CacheConfig) -> str:
 def has_kernels(device: torch.device) -> bool:
     """Tells whether our kernels run there."""
     return not explain_no_kernels(device)
+
+
+def open_tuning_cache(device: torch.device, config: Config) -> TuningCache:
+    """Opens the cache of measurements, most of which depend on whether products are tuned; empty on a CPU."""
+    if device.type == "cpu":
+        return TuningCache(None, {})
+    return TuningCache(find_folder(config.tuning.dir), {**describe_gpu(device), "tuned": config.tuning.products})

@@ -46,11 +46,9 @@ from toka_async.model.load_counter import make_load_counter
 from toka_async.model.matrices.blocked_ops import BlockedOps
 from toka_async.model.matrices.ops import Ops, TorchOps
 from toka_async.model.ordered_sums import OrderedSums
-from toka_async.model.overlap import OverlappedShards
 from toka_async.model.sampling import sample, sample_alone
 from toka_async.model.weights import load_weights, random_weights, weight_files
 from toka_async.runner.graphs import DENSE_ROWS
-from toka_async.runner.micro_batches import count_most_rows, count_most_tokens
 from toka_async.runner.pipeline import StageSetup
 from toka_async.runner.runner import Runner, SamplingSetup
 from toka_async.runner.samples import RowShares
@@ -64,6 +62,8 @@ from toka_async.startup.cache_size import (
     count_page_bytes,
     count_trial_pages,
     fit_limits,
+    limit_part,
+    limit_separate,
     make_misfit_error,
 )
 from toka_async.startup.compile_ahead import compile_ahead, count_compile_threads, list_compile_tasks
@@ -75,6 +75,7 @@ from toka_async.startup.device import (
     name_dtype,
     name_gpu,
     name_types,
+    open_tuning_cache,
     resolve_device,
     resolve_dtype,
     resolve_num_threads,
@@ -93,7 +94,7 @@ from toka_async.tuning.async_tp import RankShape, build_layouts
 from toka_async.tuning.attention import AttentionChoice
 from toka_async.tuning.capture_trial import can_be_captured
 from toka_async.tuning.settle import settle
-from toka_async.tuning.store import Facts, TuningCache, describe_gpu, find_folder
+from toka_async.tuning.store import Facts
 from toka_async.weights.rank_control import RankControl, SleepingCache
 
 if TYPE_CHECKING:  # needs Triton, which is not everywhere
@@ -594,23 +595,3 @@ class RunnerFactory:
             "invariant": self.invariant,
             "ranks": [self.groups.tensor.size, self.groups.world.size],
         }
-
-
-def open_tuning_cache(device: torch.device, config: Config) -> TuningCache:
-    """Opens the cache of measurements, most of which depend on whether products are tuned; empty on a CPU."""
-    if device.type == "cpu":
-        return TuningCache(None, {})
-    return TuningCache(find_folder(config.tuning.dir), {**describe_gpu(device), "tuned": config.tuning.products})
-
-
-def limit_part(limits: RankLimits, num_parts: int) -> RankLimits:
-    """Returns the limits of each of a step's micro-batches."""
-    num_tokens = count_most_tokens(limits.max_seqs, limits.max_tokens, num_parts)
-    return replace(limits, max_seqs=count_most_rows(limits.max_seqs, num_parts), max_tokens=num_tokens)
-
-
-def limit_separate(limits: RankLimits, layouts: LayoutPolicy) -> RankLimits:
-    """Returns the limits of products that do not overlap with exchanges; those of sampled tokens never do."""
-    if not isinstance(layouts.shards, OverlappedShards):
-        return limits
-    return replace(limits, max_tokens=min(limits.max_tokens, max(limits.max_seqs, layouts.min_tokens - 1)))

@@ -37,11 +37,11 @@ from toka_async.model.comm import LocalComm
 from toka_async.model.matrices.blocked_ops import BlockedOps
 from toka_async.model.weights import build_decoder
 from toka_async.runner.runner import Runner, SamplingSetup
-from toka_async.startup import memory, rank_attention, runner_factory
-from toka_async.startup.device import name_device
+from toka_async.startup import device, memory, rank_attention, runner_factory
+from toka_async.startup.device import name_device, open_tuning_cache
 from toka_async.startup.progress import StartupProgress
 from toka_async.startup.rank_coords import RankCoords
-from toka_async.startup.runner_factory import RunnerFactory, open_tuning_cache
+from toka_async.startup.runner_factory import RunnerFactory
 from toka_async.tuning.async_tp import build_layouts
 from toka_async.tuning.store import Facts, TuningCache
 
@@ -374,7 +374,7 @@ def test_groups_pay_as_measured_or_as_configured(model_dir: Path) -> None:
 def test_answers_depend_on_how_products_are_computed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Tuned or not: a layer's time depends on it, and a graph's."""
     gpu = {"gpu": "large"}
-    monkeypatch.setattr(runner_factory, "describe_gpu", lambda _: gpu)
+    monkeypatch.setattr(device, "describe_gpu", lambda _: gpu)
 
     def cache_of(**changed: Any) -> TuningCache:
         return open_tuning_cache(torch.device("cuda"), Config(tuning=TuningConfig(dir=str(tmp_path), **changed)))
