@@ -240,8 +240,8 @@ class RunnerFactory:
         backend = self.config.attention.backend
         if self.invariant or backend not in ("auto", "flashinfer"):
             return True
-        head_dims = {attention.head_dim for attention in self.spec.attentions}
-        if any(explain_no_flashinfer(self.device, self.dtype, head_dim) for head_dim in head_dims):
+        kinds = self.spec.attention_kinds
+        if any(explain_no_flashinfer(self.device, self.dtype, kind.head_dim, kind.soft_cap) for kind in kinds):
             return True  # building attention says so where it matters
         is_there, reason = False, ""
         with self.stages.stage("FlashInfer", "looking for its modules"):

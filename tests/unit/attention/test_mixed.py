@@ -77,7 +77,7 @@ class Graph:
         other = KVCache(len(case.windows), case.num_pages, 2, cache.page_size, DIM, torch.float32, DEVICE)
         for target, source in zip(other.keys + other.values, cache.keys + cache.values, strict=True):
             target.copy_(source)
-        reference = ReferenceAttention(other, case.heads, case.windows, limits=ALONE)
+        reference = ReferenceAttention(other, case.heads, case.windows, limits=ALONE, soft_cap=case.soft_cap)
         reference.plan(batch)
         self.fill(batch)
         for layer in range(len(case.windows)):

@@ -63,6 +63,7 @@ class Case:
             tensor.copy_(self._normal(*tensor.shape))
         self.norm = QueryKeyNorm(self._normal(self.heads + self.kv_heads, DIM), 1e-6) if seed % 2 else None
         self.sinks = 4 * self._normal(self.heads) if seed % 2 else None
+        self.soft_cap = 1.5 if seed % 3 == 1 else 0.0
         self.backend = PagedAttention(self.cache, self.heads, windows, self._decode, self._chunks)
         self.num_sms = num_sms
         for decode in self.backend.decodes.values():
@@ -76,7 +77,7 @@ class Case:
         other = self._make_cache(cache.page_size)
         for target, source in zip(other.keys + other.values, cache.keys + cache.values, strict=True):
             target.copy_(source)
-        reference = ReferenceAttention(other, self.heads, self.windows, limits=ALONE)
+        reference = ReferenceAttention(other, self.heads, self.windows, limits=ALONE, soft_cap=self.soft_cap)
         reference.plan(batch)
         if not graph:
             self.backend.plan(batch)
@@ -96,10 +97,10 @@ class Case:
         return KVCache(*shape, torch.float32, DEVICE, stored=self.stored)
 
     def _decode(self) -> TritonDecode:
-        return TritonDecode(self.cache, self.heads)
+        return TritonDecode(self.cache, self.heads, soft_cap=self.soft_cap)
 
     def _chunks(self) -> TritonChunks:
-        return TritonChunks(self.cache, self.heads)
+        return TritonChunks(self.cache, self.heads, soft_cap=self.soft_cap)
 
     def _new_pages(self, num_tokens: int, page_size: int) -> list[int]:
         count = -(-num_tokens // page_size)
