@@ -51,7 +51,7 @@ def make_schema(name: str = "note") -> dict[str, Any]:
     customer = {
         "id": {"type": "string", "format": "uuid"},
         "name": text,
-        "email": {"type": "string", "format": "email", "maxLength": 60},
+        "email": {"type": "string", "format": "email"},
         "vip": {"type": "boolean"},
         "address": {"anyOf": [{"$ref": "#/$defs/address"}, {"type": "null"}]},
     }
