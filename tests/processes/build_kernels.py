@@ -73,8 +73,7 @@ def build_attention(
     cache = KVCache(1, 2, 2, page_size, dim, getattr(torch, dtype), CPU, stored=cache_format)
     heads, rotation = torch.zeros(3, 2 * group + 4, dim, dtype=cache.dtype), torch.zeros(3, 1, dim, dtype=cache.dtype)
     append(heads, (rotation, rotation), cache.keys[0], cache.values[0], torch.zeros(3, dtype=torch.int64))
-    options = {"has_sinks": has_sinks, "soft_cap": soft_cap}
-    built = build.build_attention("triton", cache, 2 * group, windows, 512, 512, **options)
+    built = build.build_attention("triton", cache, 2 * group, windows, 512, 512, has_sinks=has_sinks, soft_cap=soft_cap)
     attention = built.backend
     assert isinstance(attention, PagedAttention)
     chunks = attention.chunks[0]

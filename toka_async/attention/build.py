@@ -338,4 +338,6 @@ def _build_mixed(sources: Sources, limits: AttentionLimits) -> MixedAttention | 
         return None
     from toka_async.attention.mixed import MixedGraphAttention
 
-    return MixedGraphAttention(limits.cache, limits.windows, sources.captured, sources.captured_chunks)
+    return MixedGraphAttention(
+        limits.cache, limits.num_heads, limits.windows, sources.captured, sources.captured_chunks
+    )

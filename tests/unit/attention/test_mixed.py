@@ -39,7 +39,9 @@ class Graph:
         attention: MixedGraphAttention | None = None,
     ) -> None:
         self.case = case
-        self.attention = attention or MixedGraphAttention(case.cache, case.windows, case._decode, case._chunks)
+        self.attention = attention or MixedGraphAttention(
+            case.cache, case.heads, case.windows, case._decode, case._chunks
+        )
         self.chunks = torch.zeros(self.attention.count_chunk_cells(num_tokens, num_rows), dtype=torch.int32)
         self.chunks = self.chunks.to(DEVICE)
         table = case.batch.page_table
