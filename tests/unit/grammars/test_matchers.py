@@ -19,6 +19,7 @@ from tests.cases.grammars import (
 )
 from toka_async.grammars import matchers as module
 from toka_async.grammars.matchers import GrammarRow, RowMatchers, count_mask_threads
+from toka_async.grammars.vocabulary import GrammarVocabulary
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_a_complete_row_allows_only_ends_and_then_anything(matchers: RowMatchers
     for _ in range(3):
         assert len(list_allowed(matchers, slots)[0]) > 600
         matchers.advance(rows, np.asarray([77], np.int32))
-    assert not rows[0].error
+    assert not matchers.errors
 
 
 def test_ends_are_held_back_while_there_is_anything_else(matchers: RowMatchers) -> None:
@@ -75,7 +76,7 @@ def test_ends_are_held_back_while_there_is_anything_else(matchers: RowMatchers) 
     longer, complete = list_allowed(matchers, slots)
     assert not set(longer) & set(END_IDS)
     assert complete == sorted(END_IDS)
-    matchers.advance(rows[:1], token[:1])
+    matchers.advance(matchers.take(slots[:1]), token[:1])
     assert set(END_IDS) <= set(list_allowed(matchers, slots[:1])[0])
 
 
@@ -85,8 +86,7 @@ def test_a_token_that_is_not_allowed_breaks_its_row_alone(matchers: RowMatchers)
     matchers.advance(rows, np.asarray([encode("a")[0], encode("z")[0]], np.int32))
     masks = np.empty((2, matchers.num_words), np.int32)
     assert matchers.fill(rows, masks) == [1]
-    assert not rows[0].error
-    assert rows[1].error
+    assert list(matchers.errors) == [1]
 
 
 def test_a_grammar_that_does_not_compile_breaks_its_rows(matchers: RowMatchers) -> None:
@@ -101,20 +101,47 @@ def test_fuel_that_runs_out_breaks_its_row_alone(matchers: RowMatchers) -> None:
     rows = matchers.take(slots)
     masks = np.empty((2, matchers.num_words), np.int32)
     assert matchers.fill(rows, masks) == [0]
-    assert not rows[1].error
+    assert list(matchers.errors) == [0]
 
 
-def test_a_panic_of_the_library_breaks_no_later_row(matchers: RowMatchers, monkeypatch: pytest.MonkeyPatch) -> None:
+def count_compiled(monkeypatch: pytest.MonkeyPatch, vocabulary: GrammarVocabulary) -> list[str]:
+    """Returns a list that gets every grammar that is compiled from now on."""
+    compiled: list[str] = []
+    compile_it = vocabulary.compile
+
+    def count(grammar: str) -> Any:
+        compiled.append(grammar)
+        return compile_it(grammar)
+
+    monkeypatch.setattr(vocabulary, "compile", count)
+    return compiled
+
+
+def test_a_panic_of_the_library_breaks_no_later_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that copy the same original cannot go on after it, since the library leaves the lexer locked."""
+    vocabulary = make_vocabulary()
+    compiled = count_compiled(monkeypatch, vocabulary)
+    matchers = RowMatchers(vocabulary, 64, 2)
     slots = start_rows(matchers, [order_grammar()] * 2)
-    first, second = matchers.take(slots)
     monkeypatch.setattr(module, "shorten_error", lambda _: "panic: of the library")
-    matchers.advance([first], np.array(encode("x")[:1], np.int32))
+    first = matchers.take(slots[:1])
+    matchers.advance(first, np.array(encode("x")[:1], np.int32))
     masks = np.empty((1, matchers.num_words), np.int32)
-    assert matchers.fill([first], masks) == [0]
+    assert matchers.fill(first, masks) == [0]
+    assert len(compiled) == 1
     matchers.admit([GrammarRow(5, order_grammar(), np.empty(0, np.int32), 0)])
-    (third,) = matchers.take(np.array([5], np.int32))
-    assert first.original == second.original != third.original
+    assert len(compiled) == 2
+    assert matchers.going_on(matchers.take(np.array([1, 5], np.int32))).all()
+
+
+def test_a_token_of_a_row_that_is_gone_is_not_for_the_next_row_of_its_slot(matchers: RowMatchers) -> None:
+    slots = start_rows(matchers, ['start: "ab"'])
+    before = matchers.take(slots)
+    matchers.free(slots)
+    matchers.admit([GrammarRow(0, 'start: "ab"', np.empty(0, np.int32), 0)])
+    matchers.advance(before, np.asarray(encode("b")[:1], np.int32))
+    assert not matchers.errors
+    assert list_allowed(matchers, slots) == [encode("a")]
 
 
 def test_freed_slots_are_forgotten(matchers: RowMatchers) -> None:
@@ -125,14 +152,8 @@ def test_freed_slots_are_forgotten(matchers: RowMatchers) -> None:
 
 
 def test_a_grammar_is_compiled_once_for_few_rows_and_for_many_not_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    vocabulary, compiled = make_vocabulary(), []
-    compile_it = type(vocabulary).compile
-
-    def count(self: Any, grammar: str) -> Any:
-        compiled.append(grammar)
-        return compile_it(self, grammar)
-
-    monkeypatch.setattr(type(vocabulary), "compile", count)
+    vocabulary = make_vocabulary()
+    compiled = count_compiled(monkeypatch, vocabulary)
     matchers = RowMatchers(vocabulary, 64, 2)
     start_rows(matchers, ['start: "a"'] * module.ROWS_EACH)
     assert len(compiled) == 1
