@@ -118,12 +118,12 @@ class RowMatchers:
         """Advances each row by a token that it drew."""
         # Thousands of rows a step: no objects are made for each, which the garbage collector would look through.
         going = [row for row in rows if row.matcher is not None]
+        matchers = [row.matcher for row in rows if row.matcher is not None]
         if not going:
             return
         if len(going) < len(rows):
             token_ids = token_ids[[row.matcher is not None for row in rows]]
-        pairs = list(zip([row.matcher for row in going], token_ids.tolist(), strict=True))
-        taken = self._run().consume_token_par(pairs)
+        taken = self._run().consume_token_par(list(zip(matchers, token_ids.tolist(), strict=True)))
         for row in going:
             row.num_tokens += 1
         for place in np.flatnonzero(np.isin(token_ids, self._end_ids)).tolist():
@@ -140,15 +140,15 @@ class RowMatchers:
         A row that does not go on may draw anything. Returns the places of those with an error.
         """
         going = [place for place, row in enumerate(rows) if row.matcher is not None]
+        matchers = [row.matcher for row in rows if row.matcher is not None]
         if len(going) < len(rows):
             masks.fill(-1)
         if going:
-            asked = list(zip([rows[place].matcher for place in going], going, strict=True))
+            asked = list(zip(matchers, going, strict=True))
             self._run().unsafe_compute_mask_ptr(asked, masks.ctypes.data, 4 * self.num_words, len(rows))
-        for place in going:
+        for place, matcher in zip(going, matchers, strict=True):
             row = rows[place]
-            assert row.matcher is not None
-            if row.matcher.is_error():
+            if matcher.is_error():
                 self._note_error(row)
                 masks[place] = -1
             elif row.num_tokens < row.min_tokens:
