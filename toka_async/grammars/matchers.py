@@ -12,6 +12,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from time import thread_time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 MOST_GRAMMARS = 256  # that are kept compiled
 ROWS_EACH = 8  # of a grammar, after which it is compiled once more
+LONG = 0.02  # seconds of a processor; a grammar that takes longer is compiled once: all rows wait meanwhile
 MOST_THREADS = 16
 WORD = 32  # ids of a word of a mask
 
@@ -63,10 +65,14 @@ class MatchedRow:
 
 @dataclass(slots=True)
 class _Compiled:
-    """A grammar's matchers, which never advance, with their numbers, and how many rows it has had."""
+    """A grammar's matchers, which never advance, with their numbers, and how many rows it has had.
+
+    is_slow: compiling it took long.
+    """
 
     originals: list[tuple[int, LLMatcher]] = field(default_factory=list)
     num_rows: int = 0
+    is_slow: bool = False
 
 
 class RowMatchers:
@@ -180,9 +186,11 @@ class RowMatchers:
         compiled = self._compiled.get(grammar)
         if compiled is None:
             compiled = _Compiled()
-        wanted = min(compiled.num_rows // ROWS_EACH + 1, 2 * self._num_threads)
+        wanted = 1 if compiled.is_slow else min(compiled.num_rows // ROWS_EACH + 1, 2 * self._num_threads)
         if len(compiled.originals) < wanted:
+            began = thread_time()
             compiled.originals.append((self._num_compiled, self._vocabulary.compile(grammar)))
+            compiled.is_slow |= thread_time() - began > LONG
             self._num_compiled += 1
         self._compiled[grammar] = compiled
         self._compiled.move_to_end(grammar)

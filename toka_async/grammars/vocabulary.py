@@ -28,6 +28,7 @@ TOKEN_CLASSES = [
 ]
 _EXCERPT = re.compile(r"\n\s*\d+ \| .*|<backtrace>.*", re.DOTALL)  # the grammar's lines around an error
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+_UNSAID = {"<non-verbose/>": "", "NoExtensionBias": "it has no end, so no output matches it"}
 
 
 def is_installed() -> bool:
@@ -88,5 +89,7 @@ class GrammarVocabulary:
 
 def shorten_error(error: str) -> str:
     """Makes llguidance's words one line, without its excerpt of the grammar."""
+    for name, meaning in _UNSAID.items():
+        error = error.replace(name, meaning)
     text = " ".join(_PLACE.sub("", _EXCERPT.sub("", error)).split())
     return text if len(text) <= LONGEST_ERROR else f"{text[:LONGEST_ERROR]}…"

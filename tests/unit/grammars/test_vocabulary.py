@@ -45,6 +45,11 @@ def test_long_errors_are_cut() -> None:
     assert shorten_error("at 1(8): failed to compile JSON schema: bad\n   1 | start: x\n   ^") == "bad"
 
 
+def test_a_grammar_without_an_end_is_refused_in_words() -> None:
+    with pytest.raises(GrammarError, match=r"it has no end, so no output matches it$"):
+        make_vocabulary().check(make_grammar(write_json({"$ref": "#"}, strict=True)))
+
+
 def test_classes_of_tokens_change_no_mask() -> None:
     from llguidance import LLMatcher, LLTokenizer
 

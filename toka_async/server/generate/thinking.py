@@ -50,6 +50,9 @@ def bound_thoughts(
     budget = find_budget(generation.thinking_budget, known)
     if budget is None:
         return generation
+    if generation.sampling.allowed_ids.size:
+        name = "allowed_token_ids"
+        raise bad_request(f"'{name}' and '{BUDGET}': no token may be left that both allow; give one", param=name)
     assert known is not None
     assert known.thought is not None
     begun = {count_thought(each, known.thought, tokenizer) for each in prompts}

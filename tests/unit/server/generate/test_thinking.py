@@ -79,6 +79,11 @@ def test_models_that_do_not_think_have_no_budget() -> None:
         bound(3, "Q", known=None)
 
 
+def test_allowed_tokens_might_not_end_a_thought() -> None:
+    with pytest.raises(ApiError, match="allowed_token_ids"):
+        bound(3, "Q", allowed_token_ids=[5])
+
+
 def test_marks_of_several_tokens_are_found() -> None:
     generation = bound(3, "<|start|>assistant<|channel|>analysis<|message|>a", known=HARMONY)
     answer = "<|end|><|start|>assistant<|channel|>final<|message|>so"
