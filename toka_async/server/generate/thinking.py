@@ -50,7 +50,7 @@ def bound_thoughts(
     budget = find_budget(generation.thinking_budget, known)
     if budget is None:
         return generation
-    if generation.sampling.allowed_ids.size:
+    if len(generation.sampling.allowed_ids):
         name = "allowed_token_ids"
         raise bad_request(f"'{name}' and '{BUDGET}': no token may be left that both allow; give one", param=name)
     assert known is not None
