@@ -153,6 +153,11 @@ def test_both_spellings(tmp_path: Path) -> None:
     assert read(tmp_path, torch_dtype="torch.float16").dtype == "float16"
 
 
+def test_without_a_dtype_mxfp4_is_what_it_stands_for(tmp_path: Path) -> None:
+    assert read(tmp_path).dtype == "float32"
+    assert read(tmp_path, quantization_config={"quant_method": "mxfp4"}).dtype == "bfloat16"
+
+
 def test_stretched_contexts(tmp_path: Path) -> None:
     linear = read(tmp_path, rope_scaling={"type": "linear", "factor": 4.0}, max_position_embeddings=100)
     assert (linear.ropes[0], linear.max_context) == (RopeSpec(kind="linear", factor=4.0), 400)
@@ -280,8 +285,12 @@ def test_end_tokens(tmp_path: Path) -> None:
         ({"model_type": "ernie4_5", "use_bias": True}, "use_bias is True: supported: 0"),
         ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling is 0: expected a positive number"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention is set"),
-        ({"model_type": "gemma4_text"}, "hidden_size_per_layer_input is 256: supported: 0"),
-        (GEMMA4 | {"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2: supported: 0"),
+        (
+            GEMMA4 | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 9},
+            "vocab_size_per_layer_input other than vocab_size is not supported",
+        ),
+        (GEMMA4 | {"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2: no layer before has layer 2's keys"),
+        (GEMMA4 | {"num_kv_shared_layers": 9}, "num_kv_shared_layers is 9: "),
         (GEMMA4 | {"enable_moe_block": True}, "enable_moe_block is True: supported: 0"),
         (GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 4}, "(4) does not divide 6 heads"),
         ({"model_type": "mistral3", "text_config": {"model_type": "bert"}}, "model_type 'bert' is not supported"),
