@@ -109,10 +109,10 @@ def walk(matchers: RowMatchers, slots: Int32, seed: int, most: int = 400) -> lis
     rows = matchers.take(slots)
     for _ in range(most):
         drawn = np.asarray([rng.choice(each) for each in list_allowed(matchers, slots)], np.int32)
-        for goes_on, output, token in zip(matchers.going_on(rows), outputs, drawn.tolist(), strict=True):
-            if goes_on and token not in END_IDS:
+        for row, output, token in zip(rows, outputs, drawn.tolist(), strict=True):
+            if row.matcher is not None and token not in END_IDS:
                 output.append(token)
         matchers.advance(rows, drawn)
-        if not matchers.going_on(rows).any():
+        if all(row.matcher is None for row in rows):
             return outputs
     raise AssertionError(f"rows did not end after {most} tokens")

@@ -12,7 +12,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import methodcaller
+from time import thread_time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 MOST_GRAMMARS = 256  # that are kept compiled
 ROWS_EACH = 8  # of a grammar, after which it is compiled once more
-MOST_THREADS = 24
+LONG = 0.02  # seconds of a processor; a grammar that takes longer is compiled once: all rows wait meanwhile
+MOST_THREADS = 16
 WORD = 32  # ids of a word of a mask
-HAS_FAILED = methodcaller("is_error")
 
 
 def count_mask_threads(num_sharing: int) -> int:
@@ -48,23 +48,31 @@ class GrammarRow:
     min_tokens: int
 
 
-@dataclass(slots=True, frozen=True)
-class MatchedRows:
-    """Rows with a grammar, one a slot: int32 [r], int64 [r]. lives: which of a slot's rows, one after the other."""
+@dataclass(slots=True, eq=False)
+class MatchedRow:
+    """A row on its way. original: number of the matcher that its own is a copy of.
 
-    slots: Int32
-    lives: Int64
+    matcher: None if the row does not go on: it has drawn an end token, or it has an error, which says why.
+    """
 
-    def __len__(self) -> int:
-        return self.slots.size
+    matcher: LLMatcher | None
+    original: int
+    min_tokens: int
+    num_tokens: int = 0
+    error: str = ""
+    drawn_by: int = -1  # number of the newest draw whose token the matcher may not have
 
 
 @dataclass(slots=True)
 class _Compiled:
-    """A grammar's matchers, which never advance, with their numbers, and how many rows it has had."""
+    """A grammar's matchers, which never advance, with their numbers, and how many rows it has had.
+
+    is_slow: compiling it took long.
+    """
 
     originals: list[tuple[int, LLMatcher]] = field(default_factory=list)
     num_rows: int = 0
+    is_slow: bool = False
 
 
 class RowMatchers:
@@ -80,91 +88,78 @@ class RowMatchers:
         self._executor: LLExecutor | None = None  # threads are started when they are needed
         self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
         self._num_compiled = 0
-        # By slot. A row goes on until it has drawn an end, or its grammar fails. original: which one it is a copy of.
+        self._rows: dict[int, MatchedRow] = {}
         self._has_row: Bool = np.zeros(max_seqs, np.bool_)
-        self._goes_on: Bool = np.zeros(max_seqs, np.bool_)
-        self._matchers = np.full(max_seqs, None, np.object_)
-        self._original = np.zeros(max_seqs, np.int32)
-        self._num_tokens = np.zeros(max_seqs, np.int32)
-        self._min_tokens = np.zeros(max_seqs, np.int32)
-        self._lives = np.zeros(max_seqs, np.int64)
-        self.errors: dict[int, str] = {}  # of slots: why the row cannot go on
+        self._original: Int32 = np.zeros(max_seqs, np.int32)  # by slot, of those that have a row
         ends = np.asarray(sorted(vocabulary.end_ids), np.int64)
         self._end_ids = ends[(ends >= 0) & (ends < vocabulary.num_tokens)]
         self.num_words = -(-vocabulary.num_tokens // WORD)
 
     def __len__(self) -> int:
-        return int(np.count_nonzero(self._has_row))
+        return len(self._rows)
 
     def free(self, slots: Int32) -> None:
         """Forgets the slots' rows, if they have a grammar."""
-        held = slots[self._has_row[slots]]
-        self._has_row[held] = self._goes_on[held] = False
-        self._matchers[held] = None
-        self._lives[held] += 1
-        if self.errors:
-            for slot in held.tolist():
-                self.errors.pop(slot, None)
+        if self._rows:
+            for slot in slots[self._has_row[slots]].tolist():
+                del self._rows[slot]
+                self._has_row[slot] = False
 
     def admit(self, rows: Sequence[GrammarRow]) -> None:
         """Takes new rows. A grammar's first one compiles it. The slots are free."""
         for row in rows:
+            started = self._rows[row.slot] = self._start(row)
             self._has_row[row.slot] = True
-            self._num_tokens[row.slot] = row.generated.size
-            self._min_tokens[row.slot] = row.min_tokens
-            self._start(row)
+            self._original[row.slot] = started.original
 
     def find(self, slots: Int32) -> Int64:
-        """Finds the places of rows with a grammar."""
-        return np.flatnonzero(self._has_row[slots])
+        """Finds the places of rows with a grammar; those of one original are neighbours."""
+        places = np.flatnonzero(self._has_row[slots])
+        return places[np.argsort(self._original[slots[places]], kind="stable")]
 
-    def take(self, slots: Int32) -> MatchedRows:
-        return MatchedRows(slots, self._lives[slots])
+    def take(self, slots: Int32) -> list[MatchedRow]:
+        return [self._rows[slot] for slot in slots.tolist()]
 
-    def going_on(self, rows: MatchedRows) -> Bool:
-        """Tells of each row whether it is there, has drawn no end and has not failed."""
-        going: Bool = self._goes_on[rows.slots] & (self._lives[rows.slots] == rows.lives)
-        return going
-
-    def advance(self, rows: MatchedRows, token_ids: Int32) -> None:
+    def advance(self, rows: Sequence[MatchedRow], token_ids: Int32) -> None:
         """Advances each row by a token that it drew."""
-        going = np.flatnonzero(self.going_on(rows))
-        if not going.size:
+        # Thousands of rows a step: no objects are made for each, which the garbage collector would look through.
+        going = [row for row in rows if row.matcher is not None]
+        matchers = [row.matcher for row in rows if row.matcher is not None]
+        if not going:
             return
-        going = self._order(rows.slots, going)
-        slots, token_ids = rows.slots[going], token_ids[going]
-        pairs = list(zip(self._matchers[slots].tolist(), token_ids.tolist(), strict=True))
-        taken = np.asarray(self._run().consume_token_par(pairs), np.bool_)
-        self._num_tokens[slots] += 1
-        self._goes_on[slots] = ~np.isin(token_ids, self._end_ids)
-        for slot in slots[~taken].tolist():
-            self._note_error(slot)
+        if len(going) < len(rows):
+            token_ids = token_ids[[row.matcher is not None for row in rows]]
+        taken = self._run().consume_token_par(list(zip(matchers, token_ids.tolist(), strict=True)))
+        for row in going:
+            row.num_tokens += 1
+        for place in np.flatnonzero(np.isin(token_ids, self._end_ids)).tolist():
+            if taken[place]:
+                going[place].matcher = None
+        if not all(taken):
+            for row, is_taken in zip(going, taken, strict=True):
+                if not is_taken:
+                    self._note_error(row)
 
-    def fill(self, rows: MatchedRows, masks: Int32) -> list[int]:
+    def fill(self, rows: Sequence[MatchedRow], masks: Int32) -> list[int]:
         """Writes a mask of each row, int32 [r, num_words]: the bits of ids that it may draw, lowest first.
 
-        A row that cannot go on may draw anything. Returns the places of rows whose grammar failed.
+        A row that does not go on may draw anything. Returns the places of those with an error.
         """
-        goes_on = self.going_on(rows)
-        masks[~goes_on] = -1
-        going = self._order(rows.slots, np.flatnonzero(goes_on))
-        slots = rows.slots[going]
-        matchers: list[LLMatcher] = self._matchers[slots].tolist()
-        if matchers:
-            asked = list(zip(matchers, going.tolist(), strict=True))
+        going = [place for place, row in enumerate(rows) if row.matcher is not None]
+        matchers = [row.matcher for row in rows if row.matcher is not None]
+        if len(going) < len(rows):
+            masks.fill(-1)
+        if going:
+            asked = list(zip(matchers, going, strict=True))
             self._run().unsafe_compute_mask_ptr(asked, masks.ctypes.data, 4 * self.num_words, len(rows))
-        has_failed = np.fromiter(map(HAS_FAILED, matchers), np.bool_, len(matchers))
-        for slot in slots[has_failed].tolist():
-            self._note_error(slot)
-        masks[going[has_failed]] = -1
-        held = ~has_failed & (self._num_tokens[slots] < self._min_tokens[slots])
-        for place in going[held].tolist():
-            self._hold_ends(masks[place])
-        return [place for place, slot in enumerate(rows.slots.tolist()) if slot in self.errors] if self.errors else []
-
-    def _order(self, slots: Int32, places: Int64) -> Int64:
-        """Sorts places of rows so that copies of one original, which share a lock, are neighbours."""
-        return places[np.argsort(self._original[slots[places]], kind="stable")]
+        for place, matcher in zip(going, matchers, strict=True):
+            row = rows[place]
+            if matcher.is_error():
+                self._note_error(row)
+                masks[place] = -1
+            elif row.num_tokens < row.min_tokens:
+                self._hold_ends(masks[place])
+        return [place for place, row in enumerate(rows) if row.error]
 
     def _hold_ends(self, mask: Int32) -> None:
         """Forbids end tokens, unless nothing else is allowed: a complete output cannot go on."""
@@ -174,26 +169,28 @@ class RowMatchers:
         if held.any():
             mask[:] = held
 
-    def _start(self, row: GrammarRow) -> None:
+    def _start(self, given: GrammarRow) -> MatchedRow:
         try:
-            self._original[row.slot], original = self._find_original(row.grammar)
+            number, original = self._find_original(given.grammar)
         except GrammarError as error:
             logger.warning("a grammar cannot be used: %s", error)
-            self.errors[row.slot] = str(error)
-            return
+            return MatchedRow(None, -1, given.min_tokens, error=str(error))
         matcher = original.deep_copy()
-        self._matchers[row.slot], self._goes_on[row.slot] = matcher, True
-        if row.generated.size and not matcher.consume_tokens(row.generated.tolist()):  # before a preemption
-            self._note_error(row.slot)
+        row = MatchedRow(matcher, number, given.min_tokens, given.generated.size)
+        if given.generated.size and not matcher.consume_tokens(given.generated.tolist()):  # before a preemption
+            self._note_error(row)
+        return row
 
     def _find_original(self, grammar: str) -> tuple[int, LLMatcher]:
         """Raises GrammarError."""
         compiled = self._compiled.get(grammar)
         if compiled is None:
             compiled = _Compiled()
-        wanted = min(compiled.num_rows // ROWS_EACH + 1, 2 * self._num_threads)
+        wanted = 1 if compiled.is_slow else min(compiled.num_rows // ROWS_EACH + 1, 2 * self._num_threads)
         if len(compiled.originals) < wanted:
+            began = thread_time()
             compiled.originals.append((self._num_compiled, self._vocabulary.compile(grammar)))
+            compiled.is_slow |= thread_time() - began > LONG
             self._num_compiled += 1
         self._compiled[grammar] = compiled
         self._compiled.move_to_end(grammar)
@@ -209,11 +206,11 @@ class RowMatchers:
             self._executor = LLExecutor(self._num_threads)
         return self._executor
 
-    def _note_error(self, slot: int) -> None:
-        error = shorten_error(self._matchers[slot].get_error()) or "it does not go on"
-        self.errors[slot], self._goes_on[slot] = error, False
-        logger.warning("a grammar failed after %d tokens: %s", self._num_tokens[slot], error)
-        if "panic" in error:  # the library leaves the shared lexer locked: no further row may copy this original
-            broken = self._original[slot]
+    def _note_error(self, row: MatchedRow) -> None:
+        assert row.matcher is not None
+        row.error = shorten_error(row.matcher.get_error()) or "it does not go on"
+        row.matcher = None
+        logger.warning("a grammar failed after %d tokens: %s", row.num_tokens, row.error)
+        if "panic" in row.error:  # the library leaves the shared lexer locked: no further row may copy this original
             for compiled in self._compiled.values():
-                compiled.originals = [each for each in compiled.originals if each[0] != broken]
+                compiled.originals = [each for each in compiled.originals if each[0] != row.original]

@@ -15,12 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from toka_async.arrays import Int32, Int64
-from toka_async.grammars.matchers import GrammarRow, MatchedRows, RowMatchers
+from toka_async.grammars.matchers import GrammarRow, MatchedRow, RowMatchers
 from toka_async.runner.clock import Mark, mark
 from toka_async.runner.copies import Download, upload
 from toka_async.runner.rows import RowPrompt, RowTables
@@ -30,12 +29,13 @@ from toka_async.runner.rows import RowPrompt, RowTables
 class MaskedDraw:
     """The rows with a grammar in a draw of s rows.
 
-    places: int64 [r], in the draw. broken: places of rows whose grammar failed. seconds: of the host, waiting aside.
-    stall: the time for which the device waited for the masks.
+    places: int64 [r], in the draw. slots: int32 [r]. broken: places of rows whose grammar failed. seconds: of the host,
+    waiting aside. stall: the time for which the device waited for the masks.
     """
 
     places: Int64
-    rows: MatchedRows
+    slots: Int32
+    rows: list[MatchedRow]
     broken: list[int] = field(default_factory=list)
     seconds: float = 0.0
     stall: tuple[Mark, Mark] | None = None
@@ -52,16 +52,14 @@ class GrammarMasks:
         self._rows = rows
         self._copies = copies
         rows.masks = torch.zeros(rows.params.size + 1, matchers.num_words, dtype=torch.int32, device=rows.device)
-        # Draws whose tokens the matchers do not have, the number of the first of them, and each slot's newest one.
-        self._under_way: deque[tuple[MatchedRows, Download]] = deque()
+        # Draws whose tokens the matchers do not have, and the number of the first of them.
+        self._under_way: deque[tuple[list[MatchedRow], Download]] = deque()
         self._num_taken = 0
-        self._drawn_by: Int64 = np.full(rows.params.size, -1, np.int64)
 
     def apply(self, freed: Int32, admitted: Int32) -> None:
         """Forgets the freed slots' rows, and takes the admitted ones that have a grammar."""
         self._matchers.free(freed)
         self._matchers.free(admitted)
-        self._drawn_by[admitted] = -1
         prompts: Sequence[RowPrompt] = self._rows.prompts[admitted].tolist()
         started = [
             GrammarRow(slot, prompt.grammar, prompt.token_ids[prompt.num_prompt :], int(prompt.params["min_tokens"][0]))
@@ -78,11 +76,12 @@ class GrammarMasks:
         places = self._matchers.find(slots)
         if not places.size:
             return None
-        return MaskedDraw(places, self._matchers.take(slots[places]))
+        chosen = slots[places]
+        return MaskedDraw(places, chosen, self._matchers.take(chosen))
 
     def fill(self, draw: MaskedDraw) -> None:
         """Makes the masks for a draw that follows; its forward pass is launched. Waits for its rows' last tokens."""
-        newest = self._drawn_by[draw.rows.slots].max()
+        newest = max(row.drawn_by for row in draw.rows)
         while self._under_way and self._num_taken <= newest:
             rows, download = self._under_way.popleft()
             self._num_taken += 1
@@ -99,7 +98,9 @@ class GrammarMasks:
     def follow(self, draw: MaskedDraw, token_ids: Tensor) -> None:
         """Takes the tokens int64 [s] that the draw's rows drew, once they are needed."""
         (at,) = upload((draw.places,), token_ids.device)
-        self._drawn_by[draw.rows.slots] = self._num_taken + len(self._under_way)
+        number = self._num_taken + len(self._under_way)
+        for row in draw.rows:
+            row.drawn_by = number
         download = Download([token_ids.index_select(0, at).to(torch.int32)], self._copies)
         self._under_way.append((draw.rows, download))
 
@@ -107,12 +108,12 @@ class GrammarMasks:
         table = self._rows.masks
         assert table is not None
         if self._copies is None:
-            (slots_at,) = upload((draw.rows.slots,), table.device)
+            (slots_at,) = upload((draw.slots,), table.device)
             table.index_copy_(0, slots_at, masks)
             return
         # The rows' former draws are done, since their tokens are known: nothing reads these slots' masks.
         with torch.cuda.stream(self._copies):
-            (slots_at,) = upload((draw.rows.slots,), table.device)
+            (slots_at,) = upload((draw.slots,), table.device)
             table.index_copy_(0, slots_at, masks.to(table.device, non_blocking=True))
         begin = mark()
         torch.cuda.current_stream().wait_stream(self._copies)
