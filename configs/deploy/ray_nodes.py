@@ -15,11 +15,11 @@ import subprocess
 import sys
 from typing import Any
 
+import ray
 from ray.util import get_node_ip_address
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-import ray
 from toka_async.ray.engine import clean_environment
 
 PATIENCE = 60.0  # seconds for Ray to find the nodes
