@@ -68,7 +68,7 @@ COVERED = {
     ],
     "unit/model/test_weights.py": ["model/matrices/pieces"],
     "unit/cli/test_batch_run.py": ["batches/retry"],
-    "unit/client/test_client.py": ["client/base_client", "client/connection", "client/fields"],
+    "unit/client/test_client.py": ["client/base_client", "client/connection"],
     "unit/client/test_exchange.py": ["client/errors", "client/pending"],
     "unit/config/test_load.py": ["config/sections", "config/text"],
     "unit/kernels/experts/test_mixture.py": ["kernels/experts/sums"],
