@@ -145,12 +145,15 @@ def make_caches(
     stored: CacheFormat | None = None,
     can_sleep: bool = False,
 ) -> list[KVCache]:
-    """Makes a `KVCache` for each kind of attention (`ModelSpec.attention_kinds`). spec: of the rank's layers."""
-    caches = []
+    """Makes a `KVCache` for each kind of attention (`ModelSpec.attention_kinds`).
+
+    spec: of the rank's layers. stored: with the scales of all of these, or with none.
+    """
+    caches, numbers = [], spec.cached_layers
     for kind, layers in spec.attention_kinds.items():
         own = stored
         if stored is not None and stored.scales:
-            own = CacheFormat(stored.dtype, tuple(stored.scales[layer] for layer in layers))
+            own = CacheFormat(stored.dtype, tuple(stored.scales[numbers[layer]] for layer in layers))
         shape = len(layers), num_pages, kind.num_kv_heads, page_size, kind.head_dim
         caches.append(KVCache(*shape, dtype, device, show, own, can_sleep))
     return caches

@@ -91,7 +91,7 @@ INSTEAD: Mapping[str, str] = {  # of "leave it out", for options that the comman
     "attention_config": "set attention_backend",
     "max_lora_rank": NO_LORA,
     "max_loras": NO_LORA,
-    "structured_outputs_config": "structured output is not supported",
+    "structured_outputs_config": "leave it out: there is one library for grammars, and no option of it",
     "spec_method": NO_DRAFTS,
     "spec_model": NO_DRAFTS,
 }

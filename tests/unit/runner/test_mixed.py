@@ -248,7 +248,7 @@ def test_a_decoder_computes_the_same_tokens(
             return Runner(ready, cpu, decoder, cache, add_states(built, states) if states else built, states=states)
         parts = partial(TritonDecode, cache, heads), partial(TritonChunks, cache, heads)
         paged = PagedAttention(cache, heads, spec.windows, *parts)
-        built = BuiltAttention(paged, graphs=paged, mixed=MixedGraphAttention(cache, spec.windows, *parts))
+        built = BuiltAttention(paged, graphs=paged, mixed=MixedGraphAttention(cache, heads, spec.windows, *parts))
         if states is not None:
             built = add_graph_states(built, TritonStateOps(states))
         return Runner(ready, cpu, decoder, cache, built, SamplingSetup(kernels=True), states=states)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.cases.models import make_checkpoint
+from tests.cases.models import GEMMA4_SMALL, make_checkpoint
 from tests.drivers.core import CoreDriver, Received
 from tests.drivers.page_rank import submit
 from tests.drivers.stage_runners import StageRunners, setups, stage_runners
@@ -77,7 +77,7 @@ def in_stages(folder: Path, num_stages: int, num_parts: int) -> StageRunners:
 
     if num_stages == 1:
         return StageRunners([runner(None, 0)])
-    return stage_runners(runner, setups(num_stages, num_parts, spec.hidden_size, torch.float32))
+    return stage_runners(runner, setups(num_stages, num_parts, spec.passed_size, torch.float32))
 
 
 def answers(rank: StageRunners) -> list[Received]:
@@ -114,6 +114,12 @@ def test_stages_answer_as_the_whole_model_does(
     folder: Path, whole: list[Received], num_stages: int, num_parts: int
 ) -> None:
     check(answers(in_stages(folder, num_stages, num_parts)), whole)
+
+
+def test_stages_pass_on_the_inputs_of_layers(tmp_path: Path) -> None:
+    """Beside residuals. The last stage has all layers that read others' keys."""
+    folder = make_checkpoint(tmp_path, "gemma4_text", **(GEMMA4_SMALL | {"global_head_dim": 8}))
+    check(answers(in_stages(folder, 2, 3)), answers(in_stages(folder, 1, 1)))
 
 
 def test_stages_keep_the_states_of_their_layers(hybrid: Path) -> None:
