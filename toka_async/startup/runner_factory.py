@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -75,7 +75,7 @@ from toka_async.startup.device import (
     check_weight_formats,
     has_kernels,
     name_dtype,
-    name_gpu,
+    name_gpus,
     name_types,
     open_tuning_cache,
     resolve_device,
@@ -116,14 +116,14 @@ class RunnerFactory:
         coords: RankCoords = ALONE,
         stages: StartupProgress | None = None,
         compiles_first: bool = True,
-        lock_gpu: Callable[[str], None] = lambda _uuid: None,
+        lock_gpu: Callable[[Sequence[str]], None] = lambda _uuids: None,
         vocabulary: GrammarVocabulary | None = None,
     ) -> None:
         """Connects to the other ranks. Raises ModelError that names the field and the fix.
 
         stages: shows the start; None: nobody looks. compiles_first: FlashInfer's missing modules are compiled before
-        the runner is ready, not in the background afterwards. lock_gpu: called with the GPU's UUID before it is used.
-        vocabulary: for grammars; None: no request has one.
+        the runner is ready, not in the background afterwards. lock_gpu: called with the UUIDs of this machine's
+        ranks before the GPU is used. vocabulary: for grammars; None: no request has one.
         """
         self.model_dir = model_dir
         spec = msgspec.structs.replace(spec, fp32_logits=config.model.fp32_logits)
@@ -140,7 +140,7 @@ class RunnerFactory:
         with self.stages.stage("device", f"starting the device{others}"):
             self.device = resolve_device(config.model, coords)
             if self.device.type == "cuda":
-                lock_gpu(name_gpu(self.device))
+                lock_gpu(name_gpus(coords.num_sharing))
             self.groups = make_groups(coords, self.device)
         check_weight_formats(spec, self.device)
         reason = explain_no_states(self.device, config.model.batch_invariant) if spec.recurrences else ""
