@@ -55,6 +55,7 @@ from toka_async.runner.samples import RowShares
 from toka_async.startup.build_model import build_model
 from toka_async.startup.cache_size import (
     check_largest_step,
+    choose_shares,
     compute_cache_memory,
     count_graph_bytes,
     count_graph_rows,
@@ -383,13 +384,13 @@ class RunnerFactory:
         """Lowers limits that are `auto` until the largest step fits every rank's GPU. Raises ModelError."""
         cache, schedule, world = self.config.cache, self.config.schedule, self.groups.world
         num_parts = self.coords.num_micro_batches
-        # What is automatic leaves half of the memory to the cache.
-        share = 0.5 if "auto" in (schedule.max_seqs, schedule.max_tokens) else 1.0
+        shares = choose_shares(schedule)
 
         def check(tried: RankLimits) -> None:
-            check_largest_step(self.counted_spec, tried, self.dtype, cache, self.device, share, num_parts)
+            check_largest_step(self.counted_spec, tried, self.dtype, cache, self.device, shares, num_parts)
 
         row = count_row_bytes(self.counted_spec, self.limits, self.dtype, cache.page_size, num_parts)
+        row += self.counted_spec.count_state_bytes(self.dtype.itemsize)
         token = count_token_bytes(self.counted_spec, self.dtype, num_parts, self.cache_format.dtype)
         fitting = fit_limits(self.limits, schedule, check, row, token)
         return replace(fitting, max_seqs=world.minimum(fitting.max_seqs), max_tokens=world.minimum(fitting.max_tokens))
