@@ -48,6 +48,7 @@ COVERED = {
         "kernels/delta/chunks",
         "kernels/delta/convolution",
         "kernels/delta/layer",
+        "kernels/delta/norm",
         "kernels/delta/step",
     ],
     "parity/test_families.py": ["startup/rank_attention"],

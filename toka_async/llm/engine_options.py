@@ -61,7 +61,7 @@ ASKS_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "max_loras": (1,),
     "max_cpu_loras": (),
     "logits_processors": (),
-    "structured_outputs_config": (),
+    "structured_outputs_config": ({"backend": "auto"}, {"backend": "guidance"}),
     "spec_method": (),
     "spec_model": (),
     "spec_tokens": (),
