@@ -83,9 +83,9 @@ class Trainer:
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
-    async def open_transfer(self, transfer: Transfer) -> None:
-        """Let all ranks join a group of which this trainer is rank 0; it joins at the same time."""
-        await self._ask("open_transfer", transfer=transfer)
+    async def open_transfer(self, transfer: Transfer, timeout: float | None = None) -> None:
+        """Let all ranks join a group of which this trainer is rank 0; it joins at the same time, in so many seconds."""
+        await self._ask("open_transfer", transfer=transfer, timeout=timeout)
 
     async def close_transfer(self, name: str) -> None:
         await self._ask("close_transfer", name=name)
