@@ -129,7 +129,9 @@ def test_a_native_family_gives_the_same_through_the_library(tmp_path: Path, fami
         pytest.param("cohere", ("parallel.tp=2",), marks=pytest.mark.slow),
         pytest.param("gpt_neox", ("parallel.pp=2",), marks=pytest.mark.slow),
         pytest.param("granite_swa", ("parallel.tp=2",), marks=pytest.mark.slow),
-        pytest.param("qwen2_moe", ("parallel.tp=2", "parallel.pp=2"), marks=pytest.mark.slow),
+        pytest.param(
+            "qwen2_moe", ("parallel.tp=2", "parallel.pp=2", "model.impl=transformers"), marks=pytest.mark.slow
+        ),
         pytest.param("phi3", ("parallel.tp=2", "model.impl=transformers"), marks=pytest.mark.slow),
     ],
 )
