@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from ray.cluster_utils import Cluster
 
-import ray
 from tests.drivers.until import wait_until
 from tests.processes.ray_job import (
     BLOCK_ROWS,
