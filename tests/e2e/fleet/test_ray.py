@@ -242,20 +242,27 @@ def test_a_detached_fleet_is_found_by_its_name_and_outlives_its_manager(cluster:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_closed_fleet_has_ended() -> None:
-    with Fleet(0, "demo", device="simulated") as fleet:
-        assert fleet.addresses() == []
-    with pytest.raises(FleetError, match="the fleet has ended"):
+def test_a_closed_fleet_has_ended_for_everybody() -> None:
+    fleet = Fleet(0, "demo", name="closed", device="simulated")
+    other = Fleet.find("closed")
+    assert fleet.addresses() == other.addresses() == []
+    fleet.close()
+    with pytest.raises(FleetError, match="this fleet was closed"):
         fleet.addresses()
+    with pytest.raises(FleetError, match="the fleet has ended"):
+        other.addresses()
+    with pytest.raises(ValueError, match="closed"):
+        Fleet.find("closed")
+    fleet.close()
 
 
 @pytest.mark.usefixtures("cluster")
 def test_what_is_missing_is_said() -> None:
-    with (
-        Fleet(1, "/no/such/model", device="simulated", resources={"lab": 2}) as fleet,
-        pytest.raises(FleetError, match=r"replica 0 is placing: it needs 1 CPU, 2 lab .* a node has is 0 lab"),
-    ):
-        fleet.wait(timeout=0.5)
+    with Fleet(1, "/no/such/model", device="simulated", resources={"lab": 2}) as fleet:
+        with pytest.raises(FleetError, match=r"replica 0 is placing: it needs 1 CPU, 2 lab .* a node has is 0 lab"):
+            fleet.wait(timeout=0.5)
+        with pytest.raises(FleetError, match="2 replicas cannot serve: there are 1"):
+            fleet.wait(2)
 
 
 @pytest.mark.usefixtures("cluster")
