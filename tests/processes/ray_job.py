@@ -24,7 +24,7 @@ NUM_ROWS = 6000
 BAD = 7  # the row whose prompt is out of the vocabulary
 BLOCK_ROWS = 200
 NUM_TOKENS = 8
-STEP_MS = 20
+STEP_MS = 5
 
 
 def make_rows(folder: Path) -> None:

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -55,8 +56,13 @@ def cluster() -> Iterator[Cluster]:
         "include_dashboard": False,
         "include_log_monitor": False,  # nobody reads what it sends
         "object_store_memory": 100_000_000,
-        "_system_config": {"memory_monitor_refresh_ms": 0},  # it would kill workers for what else runs here
+        "_system_config": {
+            "memory_monitor_refresh_ms": 0,  # it would kill workers for what else runs here
+            "health_check_period_ms": 500,  # a raylet that has ended is noticed soon; a slow one is waited for
+            "idle_worker_killing_time_threshold_ms": 10_000,  # a new one costs a second of CPU time
+        },
     }
+    os.environ["RAY_DATA_PARQUET_FOOTER_NUM_ACTORS"] = "1"  # instead of 32 processes whenever files are listed
     made = Cluster(initialize_head=True, head_node_args=head)
     ray.init(made.address, log_to_driver=False, configure_logging=False)  # on the head, which nobody kills
     made.add_node(**NODE, num_gpus=len(VICTIMS))  # on one node: nodes of one machine number the same GPUs alike
@@ -124,17 +130,18 @@ def find_raylet(node: Any) -> int:
     return int(node.all_processes["raylet"][0].process.pid)
 
 
-def find_workers(cluster: Cluster) -> dict[int, int]:
+def find_workers(cluster: Cluster, parents: dict[int, int]) -> dict[int, int]:
     """The processes that the cluster's raylets have started, and by which."""
     raylets = {find_raylet(node) for node in cluster.list_all_nodes()}
-    return {pid: parent for pid, parent in list_parents().items() if parent in raylets}
+    return {pid: parent for pid, parent in parents.items() if parent in raylets}
 
 
 def find_engines(cluster: Cluster) -> dict[int, int]:
     """The parents of the engines whose processes have all started, and the raylets that they belong to."""
-    workers = find_workers(cluster)
-    children = {pid: workers[parent] for pid, parent in list_parents().items() if parent in workers}
-    return {pid: raylet for pid, raylet in children.items() if len(list_children(pid)) == CHILDREN}
+    parents = list_parents()  # of one moment, and only once: the machine has other work
+    workers, num_children = find_workers(cluster, parents), Counter(parents.values())
+    children = {pid: workers[parent] for pid, parent in parents.items() if parent in workers}
+    return {pid: raylet for pid, raylet in children.items() if num_children[pid] == CHILDREN}
 
 
 def find_lives(fleet: Fleet) -> list[dict[str, int]]:
@@ -230,7 +237,7 @@ def test_a_detached_fleet_is_found_by_its_name_and_outlives_its_manager(cluster:
         found.scale(2)
         found.wait()
     before = [pid for life in find_lives(fleet) for pid in life.values()]
-    workers = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in find_workers(cluster)}
+    workers = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in find_workers(cluster, list_parents())}
     (manager,) = (pid for pid, command in workers.items() if command.startswith(b"ray::FleetManager"))
     os.kill(manager, signal.SIGKILL)
     wait_until_gone([manager, *before])
