@@ -332,9 +332,11 @@ def test_a_job_that_loses_its_driver_an_engine_and_a_node_writes_each_row_once(
         wait_until(lambda: count_computed(tmp_path) > before + BLOCK_ROWS, tell, JOB_SECONDS)
 
     job = start_job(tmp_path, cluster.address)
-    wait_until(lambda: list_files(tmp_path), tell, JOB_SECONDS)
-    job.kill()
-    job.wait()
+    try:
+        wait_until(lambda: list_files(tmp_path), tell, JOB_SECONDS)
+    finally:
+        job.kill()
+        job.wait()
     wait_until(lambda: not find_engines(cluster))
     written, again = list_files(tmp_path), ThreadPoolExecutor(1).submit(run_job, tmp_path)
     compute_more()
