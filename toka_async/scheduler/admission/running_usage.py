@@ -13,6 +13,7 @@ from toka_async.scheduler.admission.forecast import (
     count_last_uses,
     forecast_own_pages,
     forecast_shared_pages,
+    forecast_window_pages,
 )
 from toka_async.scheduler.sequences.running import RunningSet
 
@@ -33,14 +34,47 @@ def forecast_running(running: RunningSet, seqs: Int32, remaining: Int32) -> Usag
         seqs: of `find_running_seqs`. remaining: int32 [s], at least 1: steps for which each of them goes on.
     """
     table, size = running.table, running.cache.page_size
-    position = table.position[seqs]
-    computing = [run.num_to_compute for run in running.prefilling if run.task.sample >= 0]
-    position[running.rows.size :] = computing  # their prompts hold all pages already, and decode soon
+    position = _find_positions(running, seqs)
     held = -(-position // size) - table.num_shared[seqs]
     horizon = int(remaining.max(initial=1))
     ends, counts = _find_shared_ends(running, seqs, remaining)
     curve = forecast_own_pages(position, remaining, held, size, horizon) + forecast_shared_pages(ends, counts, horizon)
     return UsageCurve(curve.astype(np.float64), rest=float(counts[ends == FAR].sum()))
+
+
+def forecast_windows(running: RunningSet, seqs: Int32, remaining: Int32) -> UsageCurve:
+    """Forecast window pages in use at each step, as `forecast_running` does with the others."""
+    assert running.windows is not None
+    table, size, pool = running.table, running.cache.page_size, running.windows.pool
+    position, horizon = _find_positions(running, seqs), int(remaining.max(initial=1))
+    own = forecast_window_pages(position, remaining, table.num_shared[seqs], pool.window, size, horizon)
+    keys = table.prompt_key[seqs]
+    num_keys = 1 + max(running.runs, default=0)
+    lowest, longest = np.full(num_keys, FAR, np.int32), np.zeros(num_keys, np.int32)
+    np.minimum.at(lowest, keys, position)
+    np.maximum.at(longest, keys, remaining)
+    for run in (*running.forking, *running.prefilling):
+        lowest[run.key], longest[run.key] = min(lowest[run.key], run.num_to_compute), FAR
+    pages, until = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
+    for key, run in running.runs.items():
+        seen = run.pages[pool.find_first(int(lowest[key])) :]
+        if run.tail_page >= 0:
+            seen = np.append(seen, np.int32(run.tail_page))
+        if seen.size and longest[key]:
+            passed = run.pages.size * size + pool.window - 1 - lowest[key]  # the step before which all are dropped
+            pages.append(seen)
+            until.append(np.full(seen.size, FAR if longest[key] == FAR else min(longest[key], passed), np.int32))
+    last, counts = count_last_uses(np.concatenate(pages), np.concatenate(until), running.cache.num_pages)
+    curve = own + forecast_shared_pages(last, counts, horizon)
+    return UsageCurve(curve.astype(np.float64), rest=float(counts[last == FAR].sum()))
+
+
+def _find_positions(running: RunningSet, seqs: Int32) -> Int32:
+    """Find where the sequences of `find_running_seqs` decode next."""
+    position: Int32 = running.table.position[seqs]
+    computing = [run.num_to_compute for run in running.prefilling if run.task.sample >= 0]
+    position[running.rows.size :] = computing  # their prompts hold all pages already, and decode soon
+    return position
 
 
 def _find_shared_ends(running: RunningSet, seqs: Int32, remaining: Int32) -> tuple[Int32, Int32]:
