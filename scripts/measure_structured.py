@@ -2,11 +2,12 @@
 
     python scripts/measure_structured.py URL samples --prompts 16 --samples 512
     python scripts/measure_structured.py URL users --users 64
+    python scripts/measure_structured.py URL samples --kinds plain
     python scripts/measure_structured.py URL first
 
-The schema has no end that a sample could come to, so that both kinds have as many tokens. `users` stream, one request
-after the other. `first` sends prompts of one token each with a schema that the server has not seen: what the first
-token waits for it. The two kinds take turns; the figures are medians.
+The schema has no end that a sample could come to, so that both kinds have as many tokens. `half` gives it to every
+second request. `users` stream, one request after the other. `first` sends prompts of a few tokens each with a schema
+that the server has not seen: what the first token waits for it. The kinds take turns; the figures are medians.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import secrets
 import statistics
 import time
 from itertools import count
@@ -21,48 +23,59 @@ from typing import Any
 
 import aiohttp
 
-ROUNDS = 3
 NUM_FIRST = 20
 TIMEOUT = aiohttp.ClientTimeout(total=600)
 
 
-def make_schema(number: int = 0) -> dict[str, Any]:
-    """Makes a schema of a list of orders. number: in the name of a field, so that schemas differ."""
-    text = {"type": "string", "minLength": 1, "maxLength": 40}
-    order = {
-        "id": {"type": "integer", "minimum": 0},
-        "status": {"enum": ["new", "paid", "sent", "returned"]},
-        "customer": {
-            "type": "object",
-            "properties": {
-                "name": text,
-                "email": {**text, "pattern": "^[a-z]+@[a-z]+\\.com$"},
-                "vip": {"type": "boolean"},
-            },
-            "required": ["name", "email", "vip"],
-            "additionalProperties": False,
-        },
-        "items": {
-            "type": "array",
-            "minItems": 1,
-            "maxItems": 5,
-            "items": {
-                "type": "object",
-                "properties": {
-                    "sku": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}$"},
-                    "price": {"type": "number"},
-                },
-                "required": ["sku", "price"],
-                "additionalProperties": False,
-            },
-        },
-        f"note_{number}": text,
+def close_object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
     }
-    required = list(order)
+
+
+def make_schema(name: str = "note") -> dict[str, Any]:
+    """Makes a schema of a list of orders, of the size and with the kinds of types that callers have.
+
+    name: of a field, so that schemas differ. Numbers are bounded, as a model of random weights would not end one.
+    """
+    text = {"type": "string", "minLength": 1, "maxLength": 40}
+    cents = {"type": "integer", "minimum": 0, "maximum": 1_000_000}
+    address = {
+        "street": text,
+        "zip": {"type": "string", "pattern": "^[0-9]{5}$"},
+        "country": {"enum": ["DE", "FR", "IT", "JP", "US"]},
+    }
+    customer = {
+        "id": {"type": "string", "format": "uuid"},
+        "name": text,
+        "email": {"type": "string", "format": "email"},
+        "vip": {"type": "boolean"},
+        "address": {"anyOf": [{"$ref": "#/$defs/address"}, {"type": "null"}]},
+    }
+    item = {
+        "sku": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}$"},
+        "count": {"type": "integer", "minimum": 1, "maximum": 999},
+        "cents": cents,
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 4},
+    }
+    order = {
+        "id": {"type": "integer", "minimum": 0, "maximum": 10_000_000},
+        "created": {"type": "string", "format": "date"},
+        "status": {"enum": ["new", "paid", "sent", "returned"]},
+        "customer": close_object(customer),
+        "items": {"type": "array", "minItems": 1, "maxItems": 5, "items": {"$ref": "#/$defs/item"}},
+        "total": cents,
+        "labels": {"type": "object", "additionalProperties": {"type": "string", "maxLength": 20}, "maxProperties": 4},
+        name: text,
+    }
     return {
         "type": "array",
         "minItems": 100_000,
-        "items": {"type": "object", "properties": order, "required": required, "additionalProperties": False},
+        "items": close_object(order),
+        "$defs": {"address": close_object(address), "item": close_object(item)},
     }
 
 
@@ -74,16 +87,21 @@ def make_body(model: str, num_tokens: int, schema: dict[str, Any] | None, **fiel
     return {**body, "response_format": wish}
 
 
+# What every second request follows, and what the others do.
+KINDS = {"plain": (None, None), "schema": (make_schema(), make_schema()), "half": (make_schema(), None)}
+
+
 class Load:
     def __init__(self, session: aiohttp.ClientSession, args: argparse.Namespace, model: str) -> None:
         self._session = session
         self._args = args
         self._model = model
+        self.name = secrets.token_hex(4)
         self._prompts = count()
 
     def make_prompt(self) -> str:
         """Makes a prompt that no cache has."""
-        return f"Order {next(self._prompts)}: " + "list all orders of the day as JSON. " * 20
+        return f"Order {self.name} {next(self._prompts)}: " + "list all orders of the day as JSON. " * 20
 
     async def post(self, body: dict[str, Any]) -> int:
         """Returns the number of tokens."""
@@ -107,26 +125,26 @@ class Load:
                     tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
         return first, tokens
 
-    async def run_samples(self, schema: dict[str, Any] | None) -> float:
+    async def run_samples(self, kind: str) -> float:
         args, began = self._args, time.perf_counter()
         bodies = [
-            make_body(self._model, args.tokens, schema, n=args.samples, prompt=self.make_prompt())
-            for _ in range(args.prompts)
+            make_body(self._model, args.tokens, KINDS[kind][place % 2], n=args.samples, prompt=self.make_prompt())
+            for place in range(args.prompts)
         ]
         tokens = sum(await asyncio.gather(*map(self.post, bodies)))
         return tokens / (time.perf_counter() - began)
 
-    async def run_users(self, schema: dict[str, Any] | None) -> float:
+    async def run_users(self, kind: str) -> float:
         args, began = self._args, time.perf_counter()
 
-        async def use() -> int:
+        async def use(place: int) -> int:
             total = 0
             for _ in range(args.requests):
-                body = make_body(self._model, args.tokens, schema, prompt=self.make_prompt())
+                body = make_body(self._model, args.tokens, KINDS[kind][place % 2], prompt=self.make_prompt())
                 total += (await self.time_stream(body))[1]
             return total
 
-        tokens = sum(await asyncio.gather(*(use() for _ in range(args.users))))
+        tokens = sum(await asyncio.gather(*map(use, range(args.users))))
         return tokens / (time.perf_counter() - began)
 
 
@@ -139,29 +157,29 @@ async def measure(args: argparse.Namespace) -> None:
             await measure_first(load, model)
             return
         run = load.run_samples if args.what == "samples" else load.run_users
-        kinds: dict[str, dict[str, Any] | None] = {"plain": None, "schema": make_schema()}
-        rates: dict[str, list[float]] = {kind: [] for kind in kinds}
-        for turn in range(1 + ROUNDS):
-            for kind, schema in kinds.items():
-                rate = await run(schema)
+        rates: dict[str, list[float]] = {kind: [] for kind in args.kinds}
+        for turn in range(1 + args.rounds):
+            for kind, each in rates.items():
+                rate = await run(kind)
                 if turn:
-                    rates[kind].append(rate)
-        plain, constrained = (statistics.median(rates[kind]) for kind in kinds)
-        spread = "; ".join(f"{kind} {', '.join(f'{rate:.0f}' for rate in each)}" for kind, each in rates.items())
-        print(
-            f"{args.what}: plain {plain:.0f}, schema {constrained:.0f} tokens/s: {constrained / plain:.3f} ({spread})"
-        )
+                    each.append(rate)
+    medians = {kind: statistics.median(each) for kind, each in rates.items()}
+    for kind, each in rates.items():
+        share = f", {medians[kind] / medians['plain']:.3f} of plain" if "plain" in medians else ""
+        spread = ", ".join(f"{rate:.0f}" for rate in each)
+        print(f"{args.what}: {kind} {medians[kind]:.0f} tokens/s{share} ({spread})")
 
 
 async def measure_first(load: Load, model: str) -> None:
     times: dict[str, list[float]] = {"plain": [], "known": [], "new": []}
-    for number in range(1, NUM_FIRST + 1):
-        schemas = {"plain": None, "known": make_schema(), "new": make_schema(number)}
+    for number in range(NUM_FIRST + 1):
+        schemas = {"plain": None, "known": make_schema(), "new": make_schema(f"note_{load.name}_{number}")}
         for kind, schema in schemas.items():
             body = make_body(model, 4, schema, prompt=load.make_prompt())
             times[kind].append((await load.time_stream(body))[0])
-    medians = {kind: 1000 * statistics.median(each[1:]) for kind, each in times.items()}
-    print("first tokens, ms: " + ", ".join(f"{kind} {each:.1f}" for kind, each in medians.items()))
+    for kind, each in times.items():
+        measured = [1000 * seconds for seconds in each[1:]]
+        print(f"first tokens: {kind} {statistics.median(measured):.1f} ms, at most {max(measured):.1f}")
 
 
 def main() -> None:
@@ -173,6 +191,8 @@ def main() -> None:
     parser.add_argument("--users", type=int, default=64)
     parser.add_argument("--requests", type=int, default=2, help="of each user")
     parser.add_argument("--tokens", type=int, default=128, help="of each sample")
+    parser.add_argument("--rounds", type=int, default=3, help="that are measured, behind one that is not")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["plain", "schema"])
     asyncio.run(measure(parser.parse_args()))
 
 

@@ -99,12 +99,16 @@ class Stage:
 
     def count_largest_step(self, limits: RankLimits, config: Config) -> int:
         """Bytes of the largest step, with those that tensor ranks share; only the last stage has logits."""
-        page_size, num_parts = config.cache.page_size, config.parallel.num_micro_batches
-        of_tokens = limits.max_tokens * count_token_bytes(self.part, self.dtype, num_parts, self.stored)
-        of_rows = limits.max_seqs * count_row_bytes(self._counted, limits, self.dtype, page_size, num_parts)
+        row, token = self.count_each(limits, config)
         num_snapshots = resolve_num_snapshots(config.cache, self.part, limits.max_seqs)
         of_snapshots = num_snapshots * self.part.count_state_bytes(self.dtype.itemsize)
-        return of_tokens + of_rows + of_snapshots + self._shared(limits, config.parallel)
+        return limits.max_tokens * token + limits.max_seqs * row + of_snapshots + self._shared(limits, config.parallel)
+
+    def count_each(self, limits: RankLimits, config: Config) -> tuple[int, int]:
+        """Bytes of a row and of a token."""
+        page_size, num_parts = config.cache.page_size, config.parallel.num_micro_batches
+        row = count_row_bytes(self._counted, limits, self.dtype, page_size, num_parts)
+        return row, count_token_bytes(self.part, self.dtype, num_parts, self.stored)
 
     def count_graphs(self, limits: RankLimits, config: Config, memory: int) -> int:
         """Bytes in which captured steps compute. A start captures none without our own attention kernels."""
@@ -148,7 +152,8 @@ def make_plan(config: Config, memory: int) -> CapacityPlan:
                 f"of {_format_gib(memory)} can be used; {advise(spec, config.parallel.tp, dtype, usable)}"
             )
     asked = resolve_limits(config.model, config.schedule, spec, "cuda")
-    limits = fit_limits(asked, config.schedule, partial(_check_step, config, stages, usable))
+    row, token = (max(sizes) for sizes in zip(*(stage.count_each(asked, config) for stage in stages), strict=True))
+    limits = fit_limits(asked, config.schedule, partial(_check_step, config, stages, usable), row, token)
     layout = make_layout(config)
     ranks = [
         _make_rank_plan(config, limits, memory, usable, layout, replica, rank, stages)

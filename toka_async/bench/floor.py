@@ -1,9 +1,9 @@
 """The least time of a step on a device: its matrices, and what it must read, at rates measured there.
 
 The floor is the sum of the model's matrices (reading them, or multiplying with them at the rate of large ones: what
-takes longer), attention (likewise, a group's prefix read once; of a recurrent layer reading and writing the rows'
-states) and reading the logits once. Beside it stands what the
-matrices take as torch multiplies at the step's number of tokens, which with few tokens is longer than to read them.
+takes longer), attention (likewise, a group's prefix read once), of recurrent layers reading and writing the rows'
+states, and reading the logits once. Beside it stands what the matrices take as torch multiplies at the step's number of
+tokens, which with few tokens is longer than to read them.
 Knows shapes; knows no kernels and no steps.
 """
 
@@ -34,20 +34,21 @@ REPEATS = 5
 
 @dataclass(frozen=True, slots=True)
 class FloorParts:
-    """Seconds of a step. by_torch: of its matrices, as torch multiplies."""
+    """Seconds of a step. states: of its recurrent layers. by_torch: of its matrices, as torch multiplies."""
 
     matrices: float
     attention: float
+    states: float
     sampling: float
     by_torch: float
 
     @property
     def total(self) -> float:
-        return self.matrices + self.attention + self.sampling
+        return self.matrices + self.attention + self.states + self.sampling
 
     @property
     def total_by_torch(self) -> float:
-        return self.by_torch + self.attention + self.sampling
+        return self.by_torch + self.attention + self.states + self.sampling
 
 
 class Floor:
@@ -79,8 +80,8 @@ class Floor:
         products = [*((case.num_tokens, matrix) for matrix in layers), (num_sampled, spec.head_matrix)]
         return FloorParts(
             matrices=sum(self._multiply(*product) for product in products),
-            attention=sum(self._attention(case, grouped, attention) for attention in spec.attentions)
-            + sum(self._recurrence(case, recurrence) for recurrence in spec.recurrences),
+            attention=sum(self._attention(case, grouped, attention) for attention in spec.attentions),
+            states=sum(self._recurrence(case, recurrence) for recurrence in spec.recurrences),
             sampling=num_sampled * spec.vocab_size * self._dtype.itemsize / self.bandwidth,
             by_torch=sum(self._time_torch(*product) for product in products),
         )

@@ -86,6 +86,7 @@ def measure(options: argparse.Namespace, config: Config) -> StepResult:
         device=device_name(runner),
         dtype=name_types(spec, dtype, config.cache),
         cache_tokens=runner.ready.num_pages * runner.ready.page_size,
+        state_bytes=spec.count_state_bytes(dtype.itemsize),
         bandwidth_gb_s=round(floor.bandwidth / 1e9, 1),
         matrix_tflops=round(floor.flops / 1e12, 2),
         steps=times,
@@ -135,6 +136,7 @@ def time_case(case: Case, options: argparse.Namespace, config: Config, runner: R
         floor_ms=round(parts.total * 1000, 4),
         matrices_ms=round(parts.matrices * 1000, 4),
         attention_ms=round(parts.attention * 1000, 4),
+        states_ms=round(parts.states * 1000, 4),
         sampling_ms=round(parts.sampling * 1000, 4),
         share=round(parts.total * 1000 / ms, 4),
         torch_ms=round(parts.total_by_torch * 1000, 4),
@@ -185,8 +187,9 @@ def device_name(runner: Runner) -> str:
 
 
 def table(result: StepResult) -> Iterator[str]:
+    states = f", {result.state_bytes / (1 << 20):.1f} MiB of states a row" if result.state_bytes else ""
     yield (
-        f"{result.model} on {result.device}, {result.dtype}, cache of {result.cache_tokens} tokens; "
+        f"{result.model} on {result.device}, {result.dtype}, cache of {result.cache_tokens} tokens{states}; "
         f"measured: {result.bandwidth_gb_s} GB/s, matrices {result.matrix_tflops} TFLOP/s"
     )
     kinds = ("rows", "context", "prefix", "groups", "prompt", "sampling", "asking")

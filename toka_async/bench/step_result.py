@@ -9,7 +9,7 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     """A case and its median step, in milliseconds.
 
     sampling: what `asking` of the rows ask for. ms: time between results. device_ms: time that the rank measures.
-    floor_ms: the sum of its three parts. share: floor_ms / ms. torch_ms, torch_share: the same with matrices as torch
+    floor_ms: the sum of its four parts. share: floor_ms / ms. torch_ms, torch_share: the same with matrices as torch
     multiplies them.
     """
 
@@ -26,6 +26,7 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     floor_ms: float
     matrices_ms: float
     attention_ms: float
+    states_ms: float
     sampling_ms: float
     share: float
     torch_ms: float
@@ -33,12 +34,16 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """bandwidth_gb_s: of a large copy, read and written. matrix_tflops: of the largest matrices. skipped: reasons."""
+    """bandwidth_gb_s: of a large copy, read and written. matrix_tflops: of the largest matrices. skipped: reasons.
+
+    state_bytes: what a row keeps in recurrent layers.
+    """
 
     model: str
     device: str
     dtype: str
     cache_tokens: int
+    state_bytes: int
     bandwidth_gb_s: float
     matrix_tflops: float
     steps: list[StepTime]

@@ -82,6 +82,12 @@ def read_quantization(file: JsonFile) -> Quantization | None:
     )
 
 
+def name_default_dtype(file: JsonFile) -> str:
+    """Names the dtype of a checkpoint that names none, as gpt-oss as published: what its MXFP4 stands for exactly."""
+    is_packed = file.section("quantization_config").fields.get("quant_method") == "mxfp4"
+    return "bfloat16" if is_packed else "float32"
+
+
 def _read_blocks(config: JsonFile) -> Quantization:
     _expect(config, "weight_block_size", [BLOCK, BLOCK])
     _expect(config, "activation_scheme", "dynamic")

@@ -19,7 +19,7 @@ from toka_async.checkpoint.json_file import JsonFile, ModelError
 from toka_async.checkpoint.layer_spec import DenseFeedSpec, FeedSpec, LayerSpec, NormSpec
 from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
 from toka_async.checkpoint.names import TEXT_PREFIXES
-from toka_async.checkpoint.quantization import MADE_AT_LOAD, Quantization, read_quantization
+from toka_async.checkpoint.quantization import MADE_AT_LOAD, Quantization, name_default_dtype, read_quantization
 from toka_async.checkpoint.read_attention import read_attentions, read_bias, read_scales
 from toka_async.checkpoint.read_mixers import read_mixers
 from toka_async.checkpoint.rope_spec import RopeSpec
@@ -171,7 +171,7 @@ def read_spec(model_dir: Path, quantize: str = "none") -> ModelSpec:
         tie_embeddings=file.flag("tie_word_embeddings", family.tied),
         layers=tuple(LayerSpec(*halves, family.norms, family.scalar) for halves in zip(mixers, feeds, strict=True)),
         max_context=max(stretched, default=max_positions),
-        dtype=_one_of(file, "dtype" if file.has("dtype") else "torch_dtype", "float32", DTYPES),
+        dtype=_one_of(file, "dtype" if file.has("dtype") else "torch_dtype", name_default_dtype(file), DTYPES),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=file.token_ids("eos_token_id", family.eos_token_ids),
         embedding_scale=scales.embedding,

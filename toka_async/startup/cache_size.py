@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from toka_async.attention.kv_cache import bytes_per_token
-from toka_async.checkpoint.limits import RankLimits
+from toka_async.checkpoint.limits import RankLimits, resolve_num_snapshots
 from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.config import CacheConfig, GraphsConfig, ScheduleConfig
 from toka_async.model.activation_layout import LayoutPolicy
@@ -74,23 +74,20 @@ def check_largest_step(
     spec: ModelSpec,
     limits: RankLimits,
     dtype: torch.dtype,
-    page_size: int,
+    cache: CacheConfig,
     device: torch.device,
-    fraction: float,
     share: float = 1.0,
     num_parts: int = 1,
-    stored: torch.dtype | None = None,
-    num_snapshots: int = 0,
 ) -> None:
     """Refuses limits whose largest step cannot fit in a share of the memory that is left, before it is tried.
 
-    num_parts: micro-batches of a step. stored: see `count_token_bytes`. num_snapshots: states beside those of rows.
+    num_parts: micro-batches of a step.
     Raises ModelError that names the setting that takes more, and one that fits.
     """
-    free = int(share * (read_free_cuda_memory(device, fraction) - _count_slab_bytes(spec, limits)))
-    token = count_token_bytes(spec, dtype, num_parts, stored)
-    row = count_row_bytes(spec, limits, dtype, page_size, num_parts)
-    free -= num_snapshots * spec.count_state_bytes(dtype.itemsize)
+    free = int(share * (read_free_cuda_memory(device, cache.memory_fraction) - _count_slab_bytes(spec, limits)))
+    token = count_token_bytes(spec, dtype, num_parts, resolve_stored_dtype(cache, dtype))
+    row = count_row_bytes(spec, limits, dtype, cache.page_size, num_parts)
+    free -= resolve_num_snapshots(cache, spec, limits.max_seqs) * spec.count_state_bytes(dtype.itemsize)
     needed = limits.max_tokens * token + limits.max_seqs * row
     if needed <= free:
         return
@@ -104,23 +101,39 @@ def check_largest_step(
     )
 
 
-def fit_limits(limits: RankLimits, schedule: ScheduleConfig, check: Callable[[RankLimits], None]) -> RankLimits:
-    """Halves the limits that are `auto` until `check` accepts them.
+def fit_limits(
+    limits: RankLimits, schedule: ScheduleConfig, check: Callable[[RankLimits], None], row: int, token: int
+) -> RankLimits:
+    """Lowers the limits that are `auto`, first the one that takes more memory, until `check` accepts them.
 
-    Raises ModelError when it does not accept what was asked for, or the smallest.
+    row, token: bytes of each in a step. So a model whose rows have large states keeps its large chunks of prompts.
+    Raises ModelError when `check` does not accept what was asked for, or the smallest.
     """
     while True:
         try:
             check(limits)
         except ModelError:
-            seqs = limits.max_seqs // 2 if schedule.max_seqs == "auto" else limits.max_seqs
-            tokens = limits.max_tokens // 2 if schedule.max_tokens == "auto" else limits.max_tokens
-            smaller = replace(limits, max_seqs=seqs, max_tokens=max(seqs, tokens))
+            seqs, tokens = limits.max_seqs, limits.max_tokens
+            lowers_seqs, lowers_tokens = schedule.max_seqs == "auto", schedule.max_tokens == "auto"
+            if lowers_seqs and lowers_tokens:
+                lowers_seqs = seqs * row > tokens * token or tokens == seqs
+                lowers_tokens = not lowers_seqs
+            seqs = _lower(seqs) if lowers_seqs else seqs
+            smaller = replace(limits, max_seqs=seqs, max_tokens=max(seqs, _lower(tokens) if lowers_tokens else tokens))
             if smaller == limits or seqs < 1:
                 raise
             limits = smaller
         else:
             return limits
+
+
+def _lower(count: int) -> int:
+    """Returns the next smaller number of 1, 2, 3, 4, 6, 8, 12, 16, 24 ..."""
+    if count < 2:
+        return 0
+    power = 1 << ((count - 1).bit_length() - 1)
+    between = 3 * power // 2
+    return between if between < count else power
 
 
 def _propose_fitting(limits: RankLimits, token: int, row: int, free: int) -> dict[str, int]:

@@ -60,6 +60,8 @@ from toka_async.startup.cache_size import (
     count_graph_rows,
     count_graph_tokens,
     count_page_bytes,
+    count_row_bytes,
+    count_token_bytes,
     count_trial_pages,
     fit_limits,
     limit_part,
@@ -378,26 +380,18 @@ class RunnerFactory:
         torch.set_num_threads(num_threads)
 
     def _fit_limits(self) -> RankLimits:
-        """Halves limits that are `auto` until the largest step fits every rank's GPU. Raises ModelError."""
+        """Lowers limits that are `auto` until the largest step fits every rank's GPU. Raises ModelError."""
         cache, schedule, world = self.config.cache, self.config.schedule, self.groups.world
+        num_parts = self.coords.num_micro_batches
         # What is automatic leaves half of the memory to the cache.
         share = 0.5 if "auto" in (schedule.max_seqs, schedule.max_tokens) else 1.0
 
         def check(tried: RankLimits) -> None:
-            check_largest_step(
-                self.counted_spec,
-                tried,
-                self.dtype,
-                cache.page_size,
-                self.device,
-                cache.memory_fraction,
-                share,
-                self.coords.num_micro_batches,
-                self.cache_format.dtype,
-                resolve_num_snapshots(cache, self.counted_spec, tried.max_seqs),
-            )
+            check_largest_step(self.counted_spec, tried, self.dtype, cache, self.device, share, num_parts)
 
-        fitting = fit_limits(self.limits, schedule, check)
+        row = count_row_bytes(self.counted_spec, self.limits, self.dtype, cache.page_size, num_parts)
+        token = count_token_bytes(self.counted_spec, self.dtype, num_parts, self.cache_format.dtype)
+        fitting = fit_limits(self.limits, schedule, check, row, token)
         return replace(fitting, max_seqs=world.minimum(fitting.max_seqs), max_tokens=world.minimum(fitting.max_tokens))
 
     def _connect_stage(self) -> StageSetup | None:

@@ -70,8 +70,10 @@ def test_states_are_read_and_written_whatever_the_context(tmp_path: Path, monkey
     keys = 2 * 2 * 2 * 16 * 4  # bytes of a token in the two layers that have them
     states = 2 * 2 * 4 * (4 * 8 * 12 + 3 * 80)
     for context in (100, 1000):
-        attention = made.compute(Case(rows=5, context=context), grouped=False).attention
-        assert attention == pytest.approx(5 * (context * keys + states) / 1e9)
+        parts = made.compute(Case(rows=5, context=context), grouped=False)
+        assert parts.attention == pytest.approx(5 * context * keys / 1e9)
+        assert parts.states == pytest.approx(5 * states / 1e9)
+        assert parts.total == pytest.approx(parts.matrices + parts.attention + parts.states + parts.sampling)
 
 
 def test_quantized_matrices_are_read_in_a_byte_each() -> None:

@@ -73,11 +73,13 @@ def test_a_table_for_people() -> None:
     numbers: dict[str, object] = dict.fromkeys(StepTime.__struct_fields__, 1)
     numbers |= {"share": 0.5, "torch_share": 0.75, "rows": 64, "sampling": "plain"}
     result = StepResult(
-        model="m", device="cpu", dtype="float32", cache_tokens=5, bandwidth_gb_s=1.0, matrix_tflops=2.0,
+        model="m", device="cpu", dtype="float32", cache_tokens=5, state_bytes=3 << 19, bandwidth_gb_s=1.0,
+        matrix_tflops=2.0,
         steps=[msgspec.convert(numbers, StepTime)], skipped=["9 rows, context 1: no"],
     )  # fmt: skip
     first, names, row, skipped = table(result)
     assert first.startswith("m on cpu")
+    assert "1.5 MiB of states a row" in first
     assert len(names) == len(row)
     assert names.split()[-4:] == ["floor_ms", "share", "torch_ms", "torch_share"]
     assert row.split()[0] == "64"

@@ -153,6 +153,11 @@ def test_both_spellings(tmp_path: Path) -> None:
     assert read(tmp_path, torch_dtype="torch.float16").dtype == "float16"
 
 
+def test_without_a_dtype_mxfp4_is_what_it_stands_for(tmp_path: Path) -> None:
+    assert read(tmp_path).dtype == "float32"
+    assert read(tmp_path, quantization_config={"quant_method": "mxfp4"}).dtype == "bfloat16"
+
+
 def test_stretched_contexts(tmp_path: Path) -> None:
     linear = read(tmp_path, rope_scaling={"type": "linear", "factor": 4.0}, max_position_embeddings=100)
     assert (linear.ropes[0], linear.max_context) == (RopeSpec(kind="linear", factor=4.0), 400)

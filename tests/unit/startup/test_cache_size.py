@@ -137,9 +137,9 @@ def test_nothing_is_taken_after_the_cache_that_was_not_left_for_it(
 
 
 def test_limits_that_fit(memory: Memory, spec: ModelSpec) -> None:
-    check_largest_step(spec, RankLimits(256, 4096, 2048), torch.bfloat16, 16, GPU, 0.9)
+    check_largest_step(spec, RankLimits(256, 4096, 2048), torch.bfloat16, CacheConfig(memory_fraction=0.9), GPU)
     memory.total = memory.free = 1 * GIB  # a small model in a small GPU
-    check_largest_step(spec, RankLimits(8, 64, 512), torch.bfloat16, 16, GPU, 0.9)
+    check_largest_step(spec, RankLimits(8, 64, 512), torch.bfloat16, CacheConfig(memory_fraction=0.9), GPU)
 
 
 def advised(message: str, limits: RankLimits) -> RankLimits:
@@ -168,11 +168,11 @@ def test_limits_that_do_not_fit(
 ) -> None:
     memory.free = memory.total = gib * GIB
     with pytest.raises(ModelError, match=r"^schedule\.max_.*MiB are free; use at most \d+") as raised:
-        check_largest_step(spec, limits, torch.bfloat16, 16, GPU, 1.0)
+        check_largest_step(spec, limits, torch.bfloat16, CacheConfig(memory_fraction=1.0), GPU)
     new = advised(str(raised.value), limits)
     assert [name for name in ("max_seqs", "max_tokens") if getattr(new, name) != getattr(limits, name)] == names
     assert new.max_tokens >= new.max_seqs >= 1
-    check_largest_step(spec, new, torch.bfloat16, 16, GPU, 1.0)
+    check_largest_step(spec, new, torch.bfloat16, CacheConfig(memory_fraction=1.0), GPU)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -189,7 +189,7 @@ def test_what_is_advised_fits(memory: Memory, spec: ModelSpec, seqs: int, more: 
 
 def refusal(spec: ModelSpec, limits: RankLimits) -> str:
     try:
-        check_largest_step(spec, limits, torch.float32, 16, GPU, 0.8)
+        check_largest_step(spec, limits, torch.float32, CacheConfig(memory_fraction=0.8), GPU)
     except ModelError as error:
         return str(error)
     return ""
@@ -201,7 +201,7 @@ def test_no_memory_at_all(memory: Memory, spec: ModelSpec) -> None:
         r"^schedule.max_seqs=4, schedule.max_tokens=4: .* where 0 MiB are free; use a smaller model, or raise cache"
     )
     with pytest.raises(ModelError, match=message):
-        check_largest_step(spec, RankLimits(4, 4, 10), torch.bfloat16, 16, GPU, 0.5)
+        check_largest_step(spec, RankLimits(4, 4, 10), torch.bfloat16, CacheConfig(memory_fraction=0.5), GPU)
 
 
 def test_rows_and_tokens_take_more_of_a_larger_vocabulary_and_model(tmp_path: Path, spec: ModelSpec) -> None:
@@ -219,7 +219,7 @@ def test_rows_and_tokens_take_more_of_a_larger_vocabulary_and_model(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("schedule", "expected"),
-    [(ScheduleConfig(), (2, 8)), (ScheduleConfig(max_seqs=16), (16, 16)), (ScheduleConfig(max_tokens=32), None)],
+    [(ScheduleConfig(), (2, 16)), (ScheduleConfig(max_seqs=16), (16, 16)), (ScheduleConfig(max_tokens=32), None)],
 )
 def test_automatic_limits_become_smaller_until_they_fit(
     schedule: ScheduleConfig, expected: tuple[int, int] | None
@@ -231,10 +231,19 @@ def test_automatic_limits_become_smaller_until_they_fit(
     limits = RankLimits(16 if schedule.max_seqs == 16 else 32, 128 if schedule.max_tokens == "auto" else 32, 100)
     if expected is None:
         with pytest.raises(ModelError, match="too much"):
-            fit_limits(limits, schedule, check)
+            fit_limits(limits, schedule, check, row=8, token=1)
     else:
-        fitted = fit_limits(limits, schedule, check)
+        fitted = fit_limits(limits, schedule, check, row=8, token=1)
         assert (fitted.max_seqs, fitted.max_tokens) == expected
+
+
+def test_rows_with_large_states_leave_chunks_large() -> None:
+    def check(limits: RankLimits) -> None:
+        if limits.max_seqs * 1000 + limits.max_tokens > 500_000:
+            raise ModelError("too much")
+
+    fitted = fit_limits(RankLimits(8192, 32768, 100), ScheduleConfig(), check, row=1000, token=1)
+    assert (fitted.max_seqs, fitted.max_tokens) == (384, 32768)
 
 
 def test_graphs_of_prompts_take_little_of_the_memory(spec: ModelSpec) -> None:
