@@ -97,13 +97,21 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """The layers' different ropes, each once."""
         return tuple(dict.fromkeys(each.rope for each in self.attentions if each.rope is not None))
 
-    def stretch_ropes(self, max_context: int) -> ModelSpec:
-        """Returns the model with longrope's factors for sequences of up to so many tokens, whatever their length is.
+    @property
+    def window(self) -> int:
+        """The largest one of the layers; 0: none has one."""
+        return max(self.windows, default=0)
 
-        A sequence that grows beyond the pre-training's context would need other keys than those that it has cached.
+    def fit_context(self, max_context: int) -> ModelSpec:
+        """Returns the model for sequences of up to so many tokens: windows that no sequence outgrows are none.
+
+        Longrope has its factors for that length, whatever a sequence's is: one that grows beyond the pre-training's
+        context would need other keys than those that it has cached.
         """
 
-        def stretch(mixer: AttentionSpec) -> AttentionSpec:
+        def fit(mixer: AttentionSpec) -> AttentionSpec:
+            if mixer.window >= max_context:
+                mixer = msgspec.structs.replace(mixer, window=0)
             rope = mixer.rope
             if rope is None or rope.kind != "longrope":
                 return mixer
@@ -111,9 +119,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.structs.replace(mixer, rope=rope)
 
         layers = (
-            msgspec.structs.replace(layer, mixer=stretch(layer.mixer))
-            if isinstance(layer.mixer, AttentionSpec)
-            else layer
+            msgspec.structs.replace(layer, mixer=fit(layer.mixer)) if isinstance(layer.mixer, AttentionSpec) else layer
             for layer in self.layers
         )
         return msgspec.structs.replace(self, layers=tuple(layers))

@@ -177,7 +177,7 @@ def test_the_frequencies_of_longrope_are_those_of_the_context(tmp_path: Path) ->
         assert (rope.kind, rope.is_long) == ("longrope", is_long)
         assert rope.factor == max_positions / 64
     spec = read(tmp_path, **LONG_ROPE, head_dim=4, max_position_embeddings=65)
-    assert [spec.stretch_ropes(context).ropes[0].is_long for context in (64, 65)] == [False, True]
+    assert [spec.fit_context(context).ropes[0].is_long for context in (64, 65)] == [False, True]
 
 
 def test_layers_differ_in_window_and_rope(tmp_path: Path) -> None:

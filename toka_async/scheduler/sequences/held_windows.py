@@ -64,16 +64,16 @@ class HeldWindows:
         self.pool.complete(run.pages[max(0, run.window_end - 1) : run.num_computed // size])
         run.window_end = end
 
-    def continue_as(self, run: PromptRun) -> None:
-        """The run's sequence takes over what it holds, as the prompt's only sample."""
+    def finish(self, run: PromptRun) -> None:
+        """Drop what the token after a computed prompt does not see. A sample's own sequence takes over the rest."""
         self._drop_passed(run)
-        pages = self._list_pages(run, run.window_first, run.window_end)
-        self._set(np.asarray([run.seq], np.int32), run.window_first, pages)
-        run.window_first = run.window_end
+        if run.task.sample >= 0:
+            pages = self._list_pages(run, run.window_first, run.window_end)
+            self._set(np.asarray([run.seq], np.int32), run.window_first, pages)
+            run.window_first = run.window_end
 
     def fork(self, run: PromptRun, seqs: Int32) -> None:
         """Let samples that start from a computed prompt hold its full pages."""
-        self._drop_passed(run)
         pages = run.pages[run.window_first :]
         self.pool.hold(pages, seqs.size)
         self._set(seqs, run.window_first, pages)
@@ -141,5 +141,6 @@ class HeldWindows:
         self.pool.check(np.concatenate([np.empty(0, np.int32), *held, self._list_held(seqs)]))
         assert (self._ends - self._firsts <= self._width).all()
         for run in runs:
-            waits = not run.computed or run.num_pending > 0
-            assert not waits or run.window_first <= self.pool.find_first(run.num_computed)
+            first = self.pool.find_first(run.num_computed)
+            assert run.computed or run.window_first <= first
+            assert not (run.computed and run.num_pending) or run.window_first == first

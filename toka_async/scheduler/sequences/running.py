@@ -218,8 +218,8 @@ class RunningSet:
     def finish_computing(self, run: PromptRun) -> None:
         """The whole prompt is built into steps: its sequence continues as the sample, or ends."""
         self._stop_computing(run)
-        if self.windows is not None and run.task.sample >= 0:
-            self.windows.continue_as(run)
+        if self.windows is not None:
+            self.windows.finish(run)
         seq, run.seq = run.seq, -1
         if run.task.sample < 0:
             self.table.alive[seq] = False
