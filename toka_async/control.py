@@ -63,10 +63,6 @@ class SetVersion(Action, frozen=True, kw_only=True):
     version: str
 
 
-class AbandonUpdate(Action, frozen=True, kw_only=True):
-    """The open update has failed somewhere: stay paused."""
-
-
 # ---- the ranks', which the scheduler sends on ------------------------------------------------------------------------
 
 
@@ -186,6 +182,10 @@ class VerifyUpdate(Action, frozen=True, kw_only=True):
     partial: bool = False
 
 
+class AbandonUpdate(Action, frozen=True, kw_only=True):
+    """The open update has failed somewhere: stay paused, and let go of the trainer's memory."""
+
+
 class Checksum(Action, frozen=True, kw_only=True):
     """Sum up every tensor; see `toka_async.transfer.checksum`. `sums` of the answer has them."""
 
@@ -198,8 +198,9 @@ class Wake(Action, frozen=True, kw_only=True):
     """Take the memory of the cache again; it is empty."""
 
 
-RankAction = OpenTransfer | CloseTransfer | BeginUpdate | LoadTensors | VerifyUpdate | Checksum | Sleep | Wake
-AnyAction = Pause | Resume | Abort | ResetPrefixCache | CommitUpdate | SetVersion | AbandonUpdate | RankAction
+UpdateAction = BeginUpdate | LoadTensors | VerifyUpdate | AbandonUpdate
+RankAction = OpenTransfer | CloseTransfer | UpdateAction | Checksum | Sleep | Wake
+AnyAction = Pause | Resume | Abort | ResetPrefixCache | CommitUpdate | SetVersion | RankAction
 RANK_ACTIONS = RankAction.__args__
 
 

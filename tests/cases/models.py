@@ -128,10 +128,20 @@ _OWN_FIELDS: dict[str, dict[str, Any]] = {
         "num_global_key_value_heads": 1,
         "final_logit_softcapping": 5.0,
         "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 261,
         "rope_theta": ...,
         "hidden_activation": "gelu_pytorch_tanh",
     },
     "mistral3": {"sliding_window": None},
+}
+# Like Gemma 4's small models: the last layers read the keys of the last before them, and all have inputs of their own.
+GEMMA4_SMALL: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 6,
+    "use_double_wide_mlp": True,
+    "attention_k_eq_v": False,
 }
 _OWN_FIELDS["gemma3"] = _OWN_FIELDS["gemma3_text"]
 _OWN_FIELDS |= dict.fromkeys((*HYBRIDS, "qwen3_5"), _HYBRID)
@@ -260,13 +270,21 @@ def pack_mxfp4(name: str, values: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (hidden,)}
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (vocab, hidden)
+    per_layer = config.get("hidden_size_per_layer_input", 0)
+    if per_layer:
+        total = config["num_hidden_layers"] * per_layer
+        shapes["model.embed_tokens_per_layer.weight"] = (vocab, total)
+        shapes["model.per_layer_model_projection.weight"] = (total, hidden)
+        shapes["model.per_layer_projection_norm.weight"] = (per_layer,)
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         own = config
+        reads = layer >= config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0)
+        inner = config["intermediate_size"] * (1 + (reads and config.get("use_double_wide_mlp", False)))
         if config["model_type"] == "gemma4_text" and config["layer_types"][layer] == "full_attention":
             own = config | {"head_dim": config["global_head_dim"]}
             if config["attention_k_eq_v"]:
@@ -277,6 +295,13 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}.layer_scalar"] = (1,)
             if own is not config and config["attention_k_eq_v"]:
                 del shapes[f"{prefix}.self_attn.v_proj.weight"]
+            if reads and layer % 2 == 0:  # published checkpoints have tensors that nothing reads
+                for name in ("k_proj", "v_proj", "k_norm"):
+                    del shapes[f"{prefix}.self_attn.{name}.weight"]
+            if per_layer:
+                shapes[f"{prefix}.per_layer_input_gate.weight"] = (per_layer, hidden)
+                shapes[f"{prefix}.per_layer_projection.weight"] = (hidden, per_layer)
+                shapes[f"{prefix}.post_per_layer_input_norm.weight"] = (hidden,)
         if has_experts(config, layer):
             shapes |= {f"{prefix}.{name}": shape for name, shape in _expert_shapes(config, hidden).items()}
         else:

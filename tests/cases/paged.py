@@ -59,11 +59,19 @@ class PagedCase:
         return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
 
     def attend(
-        self, query: Tensor, row: int, first: int, last: int, softmax_scale: float, sinks: Tensor | None = None
+        self,
+        query: Tensor,
+        row: int,
+        first: int,
+        last: int,
+        softmax_scale: float,
+        sinks: Tensor | None = None,
+        soft_cap: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """One query [heads, dim] over a row's keys first to last: output [heads, dim], base-2 log-sum-exp [heads].
 
         softmax_scale: without the scale of keys. sinks: [heads], further scores of keys whose values are zeros.
+        soft_cap: of the other scores; 0: none.
         """
         pages = torch.tensor(self.pages[row], device=self.device)
         keys, values = (
@@ -71,6 +79,8 @@ class PagedCase:
             for stored, scale in ((self.keys, self.key_scale), (self.values, self.value_scale))
         )
         scores = torch.einsum("hd,lhd->hl", query.double(), keys) * softmax_scale
+        if soft_cap:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
         if sinks is not None:
             scores = torch.cat([scores, sinks.double()[:, None]], 1)
             values = torch.cat([values, torch.zeros_like(values[:1])])

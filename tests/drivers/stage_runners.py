@@ -83,11 +83,11 @@ def links_in_memory(num_stages: int, capacity: int = 100) -> list[StageLinks]:
 
 
 def setups(
-    num_stages: int, num_parts: int, hidden_size: int, dtype: torch.dtype, least_tokens: int = 3, capacity: int = 100
+    num_stages: int, num_parts: int, size: int, dtype: torch.dtype, least_tokens: int = 3, capacity: int = 100
 ) -> list[StageSetup]:
     """Of the stages of one pipeline; chunks are cut into few tokens."""
     return [
-        StageSetup(links, num_parts, hidden_size, dtype, torch.device("cpu"), least_tokens)
+        StageSetup(links, num_parts, size, dtype, torch.device("cpu"), least_tokens)
         for links in links_in_memory(num_stages, capacity)
     ]
 

@@ -25,7 +25,7 @@ from toka_async.server.engine.control import add_parts
 from toka_async.transfer.buckets import Bucket, ShmWriter
 from toka_async.transfer.tensors import TensorInfo
 
-BUCKET = 1 << 18
+BUCKET = 1 << 19
 Named = Sequence[tuple[str, Tensor]]
 
 

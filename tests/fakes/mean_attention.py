@@ -24,6 +24,7 @@ class MeanAttention:
 
     def __init__(self, num_kv_heads: int) -> None:
         self.num_kv_heads = num_kv_heads
+        self.kept: dict[int, Tensor] = {}  # what layers that have no keys read
 
     def plan(self, batch: AttentionBatch) -> None:
         raise AssertionError(f"the model does not plan {batch}")
@@ -36,6 +37,9 @@ class MeanAttention:
         norm: QueryKeyNorm | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
+        if norm is not None and len(norm.weight) == heads.shape[1]:  # queries alone
+            query = rotate(heads * norm.weight + norm.eps, rotation)
+            return query.roll(1, 0) + self.kept[layer].repeat_interleave(heads.shape[1] // self.num_kv_heads, dim=1)
         num_queries = heads.shape[1] - 2 * self.num_kv_heads
         query_key, value = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
         if norm is not None:
@@ -44,7 +48,8 @@ class MeanAttention:
         repeat = num_queries // self.num_kv_heads
         if sinks is not None:
             query = query * sinks[:, None]
-        return query.roll(1, 0) + (key * value + layer).repeat_interleave(repeat, dim=1)
+        self.kept[layer] = key * value + layer
+        return query.roll(1, 0) + self.kept[layer].repeat_interleave(repeat, dim=1)
 
 
 def load(folder: Path, comm: Comm, layouts: LayoutPolicy | None = None, ep: int = 1) -> Decoder:

@@ -43,12 +43,15 @@ class Shape:
     dtype: torch.dtype = torch.bfloat16
     window: int = 0
     is_e4m3: bool = False
+    soft_cap: float = 0.0
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         window = f" window {self.window}" if self.window else ""
         stored = " in E4M3" if self.is_e4m3 else ""
-        return f"page {self.page_size} dim {self.dim} heads {self.kv_heads}x{self.group_size} {dtype}{stored}{window}"
+        cap = f" soft cap {self.soft_cap}" if self.soft_cap else ""
+        heads = f"heads {self.kv_heads}x{self.group_size}"
+        return f"page {self.page_size} dim {self.dim} {heads} {dtype}{stored}{window}{cap}"
 
 
 OURS = [
@@ -64,6 +67,12 @@ OURS = [
     Shape(16, 128, 2, 8, window=300, is_e4m3=True),
     Shape(64, 256, 1, 4, torch.float16, is_e4m3=True),
     Shape(16, 64, 2, 7, torch.float32, is_e4m3=True),
+    Shape(16, 512, 1, 8),
+    Shape(64, 512, 2, 4, torch.float32),
+    Shape(16, 512, 1, 8, is_e4m3=True),
+    Shape(16, 256, 4, 2, window=300, soft_cap=3.0),
+    Shape(16, 128, 2, 4, soft_cap=3.0),
+    Shape(16, 64, 2, 4, torch.float32, soft_cap=3.0),
 ]
 # Each combination of type, head size and with or without a window is compiled, at 20 to 60 seconds: few of them.
 FLASHINFERS = [
@@ -93,6 +102,7 @@ class Step:
     projected: Tensor
     rotation: tuple[Tensor, Tensor]
     norm: QueryKeyNorm | None
+    soft_cap: float
 
     def run(self, backend: AttentionBackend) -> Tensor:
         backend.plan(self.case.batch)
@@ -106,7 +116,8 @@ class Step:
         copy = KVCache(*shape, torch.float32, CUDA, stored=stored)
         copy.keys[0].copy_(cache.keys[0])
         copy.values[0].copy_(cache.values[0])
-        backend = ReferenceAttention(copy, self.case.num_heads, (window,), limits=TileLimits(slab_bytes=1 << 28))
+        limits = TileLimits(slab_bytes=1 << 28)
+        backend = ReferenceAttention(copy, self.case.num_heads, (window,), limits=limits, soft_cap=self.soft_cap)
         backend.plan(self.case.batch)
         cos, sin = (factor.float() for factor in self.rotation)
         norm = QueryKeyNorm(self.norm.weight.float(), self.norm.eps) if self.norm else None
@@ -137,15 +148,15 @@ def make_step(shape: Shape, seed: int, num_groups: int = 6, num_chunks: int = 3,
     weight = 1 + 0.1 * torch.randn((heads, shape.dim), generator=generator, device=CUDA)
     norm = QueryKeyNorm(weight.to(shape.dtype), 1e-6) if seed % 2 else None
     cos, sin = (factor.to(shape.dtype) for factor in rotation)
-    return Step(case, projected.to(shape.dtype), (cos, sin), norm)
+    return Step(case, projected.to(shape.dtype), (cos, sin), norm, shape.soft_cap)
 
 
 def build(
     backend: Literal["auto", "triton", "flashinfer"], table: ChoiceTable | None, step: Step, window: int
 ) -> AttentionBackend:
-    case = step.case
+    case, table = step.case, table or NOT_MEASURED
     return build_attention(
-        backend, case.cache, case.num_heads, (window,), max_seqs=1024, max_tokens=4096, table=table or NOT_MEASURED
+        backend, case.cache, case.num_heads, (window,), 1024, 4096, table=table, soft_cap=step.soft_cap
     ).backend
 
 
@@ -224,7 +235,7 @@ def test_steps_launched_ahead_do_not_disturb_each_other(
 
 @torch.inference_mode()
 @pytest.mark.parametrize("window", [0, 5000])
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
 def test_a_few_tokens_after_many_are_split_over_keys(dim: int, window: int) -> None:
     """Beside a chunk that is not; each key is in one part, and parts are merged in float32."""
     case = make_case(0, 16, 2, 4, dim, chunks=[(20_000, 200), (0, 600), (9000, 1)], dtype=torch.bfloat16, device=CUDA)

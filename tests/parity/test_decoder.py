@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import Mxfp4Config
 
-from tests.cases.models import LLAMA3_ROPE, MXFP4, heads, make_checkpoint
+from tests.cases.models import GEMMA4_SMALL, LLAMA3_ROPE, MXFP4, heads, make_checkpoint
 from tests.drivers.paged_rows import PagedRow, run_rows
 from toka_async.attention.kv_cache import make_caches
 from toka_async.bar import show_nothing
@@ -82,6 +82,8 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma3_text-linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_local_base_freq": 5000.0},
     "gemma4_text": {},
     "gemma4_text-values": {"attention_k_eq_v": False, "final_logit_softcapping": None},
+    "gemma4_text-small": GEMMA4_SMALL,
+    "gemma4_text-inputs-alone": {"hidden_size_per_layer_input": 8, "num_global_key_value_heads": 2},
     "mistral-yarn": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}, "num_attention_heads": 10},
 }
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.cases.models import heads, make_checkpoint
+from tests.cases.models import GEMMA4_SMALL, heads, make_checkpoint
 from tests.drivers.core import Received
 from tests.drivers.engine import Engine
 from tests.drivers.thread_ranks import run_ranks
@@ -41,6 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {},
     "gemma3_text": {},
     "gemma4_text": {"num_global_key_value_heads": 2},
+    "gemma4_text-small": GEMMA4_SMALL,
 }
 NUM_TOKENS = 12
 NEAR = 1e-4  # of log-probs, and of logits that tie
@@ -63,7 +64,7 @@ def verify(model: Any, prompts: list[list[int]], received: list[Received]) -> No
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_engine_answers_as_transformers_does(tmp_path: Path, family: str) -> None:
-    folder = make_checkpoint(tmp_path, family, seed=2, **FAMILIES[family])
+    folder = make_checkpoint(tmp_path, family.partition("-")[0], seed=2, **FAMILIES[family])
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     engine = Engine(folder, page_size=4, num_tokens=96, max_seqs=6, max_tokens=13, until_full=True)
     sampling = TokenSampling(temperature=0.0, num_logprobs=0)
@@ -78,7 +79,8 @@ def test_an_engine_answers_as_transformers_does(tmp_path: Path, family: str) -> 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_and_stages_together_equal_one(tmp_path: Path, family: str) -> None:
     """With tokens on all ranks, and with a share of them on each."""
-    folder = make_checkpoint(tmp_path, family, seed=2, **(heads(4, 2, 32) | FAMILIES[family]))
+    fields = heads(4, 2, 32) | FAMILIES[family]
+    folder = make_checkpoint(tmp_path, family.partition("-")[0], seed=2, **fields)
     alone = run(load(folder, LocalComm()), num_kv_heads=2)
     for min_tokens in (0, 1):
 

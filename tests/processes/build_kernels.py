@@ -22,11 +22,13 @@ from tests.fakes.offline_gpus import OfflineGpu
 from toka_async.attention import build
 from toka_async.attention.base import AttentionBatch, ChunkStates
 from toka_async.attention.choice import AutoChunks
+from toka_async.attention.invariant.backend import InvariantChunks
 from toka_async.attention.kv_cache import CacheFormat, KVCache
 from toka_async.attention.paged import PagedAttention
 from toka_async.attention.states.cache import StateCache
 from toka_async.attention.states.triton_ops import TritonStateOps
 from toka_async.attention.triton import TritonChunks
+from toka_async.attention.try_out import TrialShape, make_batch
 from toka_async.kernels import few_rows, prefill
 from toka_async.kernels.append import append
 from toka_async.kernels.built import explain_unbuilt
@@ -62,6 +64,7 @@ def build_attention(
     windows: tuple[int, ...] = (0,),
     stored: str = "",
     has_sinks: bool = False,
+    soft_cap: float = 0.0,
 ) -> str:
     """Returns which of the possible tiles were chosen."""
     arch = triton.runtime.driver.active.get_current_target().arch
@@ -70,7 +73,7 @@ def build_attention(
     cache = KVCache(1, 2, 2, page_size, dim, getattr(torch, dtype), CPU, stored=cache_format)
     heads, rotation = torch.zeros(3, 2 * group + 4, dim, dtype=cache.dtype), torch.zeros(3, 1, dim, dtype=cache.dtype)
     append(heads, (rotation, rotation), cache.keys[0], cache.values[0], torch.zeros(3, dtype=torch.int64))
-    built = build.build_attention("triton", cache, 2 * group, windows, 512, 512, has_sinks=has_sinks)
+    built = build.build_attention("triton", cache, 2 * group, windows, 512, 512, has_sinks=has_sinks, soft_cap=soft_cap)
     attention = built.backend
     assert isinstance(attention, PagedAttention)
     chunks = attention.chunks[0]
@@ -80,6 +83,16 @@ def build_attention(
     if part.config.registers:
         return "tiles for Hopper"
     return f"tiles {list_prefill_configs(dim, group, cache.dtype).index(part.config)}"
+
+
+def build_invariant(dtype: str, dim: int, group: int, soft_cap: float = 0.0) -> str:
+    """Builds attention that gives a token the same bits in every batch, which has one tile."""
+    cache = KVCache(1, 2, 1, 16, dim, getattr(torch, dtype), CPU)
+    part = InvariantChunks(cache, group, soft_cap=soft_cap)
+    part.plan(make_batch(cache, TrialShape(((1, 1),), 0)), 0)
+    query = cache.make_zero_queries(1, group)
+    part.run(0, query, query)
+    return "all"
 
 
 def build_layer(dtype: str, dim: int, hidden: int) -> str:
@@ -220,6 +233,7 @@ def build_states(dtype: str, key_heads: int, value_heads: int, key_dim: int, val
 
 BUILDERS: dict[str, Callable[..., str]] = {
     "attention": build_attention,
+    "invariant": build_invariant,
     "layer": build_layer,
     "gated": build_gated,
     "experts": build_experts,

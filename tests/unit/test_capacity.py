@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cases.models import make_checkpoint
+from tests.cases.models import GEMMA4_SMALL, make_checkpoint
 from toka_async import capacity as module
 from toka_async import cli
 from toka_async.capacity import GIB, make_plan, plan_lines
@@ -36,6 +36,7 @@ def model(tmp_path: Path) -> Path:
         ("qwen3_moe", {"mlp_only_layers": [0]}),
         ("mixtral", {}),
         ("gpt_oss", {}),
+        ("gemma4_text", GEMMA4_SMALL),
     ],
 )
 def test_weights_are_those_of_the_model(tmp_path: Path, family: str, fields: dict[str, Any]) -> None:

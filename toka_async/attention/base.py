@@ -104,7 +104,8 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """Normalizes and rotates queries and keys, writes the tokens' keys and values, then attends.
 
-        heads [tokens, heads + 2 kv_heads, dim]: queries, keys, values as projected. rotation: cos and signed sin, each
+        heads [tokens, heads + 2 kv_heads, dim]: queries, keys, values as projected; or queries alone [tokens, heads,
+        dim], which attend to what an earlier call for the same layer has written. rotation: cos and signed sin, each
         [tokens, 1, turned] (`model.rope`). sinks [heads]: of each head a further logit that takes part in the softmax,
         without a value (arXiv:2309.17453); either all layers have them or none. Returns [tokens, heads, dim]. A row may
         read what another row writes.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # these need Triton, which is not everywhere
 logger = logging.getLogger(__name__)
 
 Backend = Literal["auto", "reference", "triton", "flashinfer"]
-LARGEST_HEAD = 256
+LARGEST_HEAD = 512
 NOT_MEASURED = choose_always("triton")  # builds the backend that is then measured
 
 
@@ -56,12 +56,16 @@ class BuiltAttention:
 
 @dataclass(slots=True, frozen=True)
 class AttentionLimits:
-    """The limits of a backend. windows: of the layers, 0: none. max_seqs, max_tokens: of a step. sinks: to try with."""
+    """The limits of a backend. windows: of the layers, 0: none. max_seqs, max_tokens: of a step. sinks: to try with.
+
+    soft_cap: of scores, see `AttentionSpec`.
+    """
 
     cache: KVCache
     num_heads: int
     windows: tuple[int, ...]
     scale: float
+    soft_cap: float
     max_seqs: int
     max_tokens: int
     sinks: torch.Tensor | None
@@ -116,14 +120,14 @@ def build_attention(
     chosen = resolve_backend(backend, cache, soft_cap)
     scale = scale if scale is not None else cache.head_dim**-0.5
     sinks = _make_sinks(cache, num_heads, has_sinks)
-    limits = AttentionLimits(cache, num_heads, tuple(windows), scale, max_seqs, max_tokens, sinks)
+    limits = AttentionLimits(cache, num_heads, tuple(windows), scale, soft_cap, max_seqs, max_tokens, sinks)
     sources = Sources()
     if chosen in ("auto", "triton"):
         chosen = _fall_back(chosen, cache, _add_triton(sources, limits, show))
     if chosen == "reference":
         reference = ReferenceAttention(cache, num_heads, windows, scale, soft_cap=soft_cap)
         return BuiltAttention(reference, None, reference.find_smallest_group(), every_group_pays)
-    if chosen == "flashinfer" or (chosen == "auto" and with_flashinfer and not _explain_no_flashinfer(cache)):
+    if chosen == "flashinfer" or (chosen == "auto" and with_flashinfer and not _explain_no_flashinfer(cache, soft_cap)):
         sources = _try_flashinfer(sources, limits, show, must=chosen == "flashinfer")
     if choose is not None:
         table = choose(_make_parts(sources, limits))
@@ -139,7 +143,7 @@ def _make_sinks(cache: KVCache, num_heads: int, has_sinks: bool) -> torch.Tensor
 
 
 def list_triton_trials(
-    cache: KVCache, num_heads: int, windows: Sequence[int], has_sinks: bool = False
+    cache: KVCache, num_heads: int, windows: Sequence[int], has_sinks: bool = False, soft_cap: float = 0.0
 ) -> list[Callable[[], None]]:
     """Lists functions that compile our best kernels by running them over `cache`, which may be small.
 
@@ -151,15 +155,15 @@ def list_triton_trials(
     from toka_async.kernels.decode_work import divide_keys
     from toka_async.kernels.pdl import list_row_counts
 
-    scale, tiles = cache.head_dim**-0.5, _list_tiles(cache, num_heads)[0]
+    scale, tiles = cache.head_dim**-0.5, _list_tiles(cache, num_heads, soft_cap)[0]
     sinks = _make_sinks(cache, num_heads, has_sinks)
 
     def run_prefix_kernel() -> None:
         memory = PrefixMemory(cache.device, 0, cache.dtype)
-        TritonDecode(cache, num_heads, scale, tiles, memory).run_prefix_kernel()
+        TritonDecode(cache, num_heads, scale, tiles, memory, soft_cap).run_prefix_kernel()
 
     def run_decode_kernels(num_rows: int, window: int) -> None:
-        RowDecode(cache, num_heads, scale).run_each_kernel(window, [num_rows], sinks)
+        RowDecode(cache, num_heads, scale, soft_cap).run_each_kernel(window, [num_rows], sinks)
 
     def divide_rows(window: int) -> None:
         none = torch.zeros(1, dtype=torch.int32, device=cache.device)
@@ -167,7 +171,7 @@ def list_triton_trials(
             divide_keys(none, 1, skip, window, num_programs=1)
 
     def run_chunk_kernel(window: int) -> None:
-        try_chunks(cache, num_heads, TritonChunks(cache, num_heads, scale, tiles), window, sinks)
+        try_chunks(cache, num_heads, TritonChunks(cache, num_heads, scale, tiles, soft_cap), window, sinks)
 
     decodes = [partial(run_decode_kernels, num_rows) for num_rows in list_row_counts(cache.device)]
     kinds: list[Callable[[int], None]] = [*decodes, run_chunk_kernel, divide_rows]
@@ -178,9 +182,7 @@ def resolve_backend(backend: Backend, cache: KVCache, soft_cap: float = 0.0) -> 
     """Resolves `auto`: the reference without a GPU or Triton. Raises ModelError for a backend that cannot work."""
     if backend == "reference":
         return backend
-    reason = _explain_no_flashinfer(cache) if backend == "flashinfer" else ""
-    if soft_cap:
-        reason = "the model limits attention's scores (attn_logit_softcapping); use reference"
+    reason = _explain_no_flashinfer(cache, soft_cap) if backend == "flashinfer" else ""
     return _fall_back(backend, cache, reason or explain_no_triton(cache))
 
 
@@ -205,8 +207,8 @@ def explain_no_triton(cache: KVCache) -> str:
     return ""
 
 
-def _explain_no_flashinfer(cache: KVCache) -> str:
-    return flashinfer.explain_no_flashinfer(cache.device, cache.dtype, cache.head_dim)
+def _explain_no_flashinfer(cache: KVCache, soft_cap: float) -> str:
+    return flashinfer.explain_no_flashinfer(cache.device, cache.dtype, cache.head_dim, soft_cap)
 
 
 def _add_triton(sources: Sources, limits: AttentionLimits, show: Show) -> str:
@@ -223,11 +225,11 @@ def _add_triton(sources: Sources, limits: AttentionLimits, show: Show) -> str:
     memory = PrefixMemory(device, count_partials(device), cache.dtype)
 
     def make_sources(tiles: PrefillConfig) -> Sources:
-        decode = partial(TritonDecode, cache, num_heads, scale, tiles, memory)
-        chunks = partial(TritonChunks, cache, num_heads, scale, tiles)
+        decode = partial(TritonDecode, cache, num_heads, scale, tiles, memory, limits.soft_cap)
+        chunks = partial(TritonChunks, cache, num_heads, scale, tiles, limits.soft_cap)
         return Sources({"triton": decode}, {"triton": chunks}, decode, chunks)
 
-    configs = _list_tiles(cache, num_heads)
+    configs = _list_tiles(cache, num_heads, limits.soft_cap)
     try:
         tiles = find_built(configs, lambda tiles: _try_out(make_sources(tiles), limits, show))
     except UnbuiltError as error:
@@ -240,13 +242,14 @@ def _add_triton(sources: Sources, limits: AttentionLimits, show: Show) -> str:
     return ""
 
 
-def _list_tiles(cache: KVCache, num_heads: int) -> list[PrefillConfig]:
+def _list_tiles(cache: KVCache, num_heads: int, soft_cap: float) -> list[PrefillConfig]:
     """Lists tiles of queries, the best first."""
     from toka_async.kernels.prefill import list_hopper_configs, list_prefill_configs
 
     shape = cache.head_dim, num_heads // cache.num_kv_heads, cache.dtype
     is_e4m3 = cache.keys[0].dtype != cache.dtype
-    return list_hopper_configs(*shape, cache.page_size, cache.device, is_e4m3) + list_prefill_configs(*shape)
+    of_hopper = list_hopper_configs(*shape, cache.page_size, cache.device, is_e4m3, soft_cap)
+    return of_hopper + list_prefill_configs(*shape)
 
 
 def _add_flashinfer(sources: Sources, limits: AttentionLimits) -> None:
@@ -295,7 +298,7 @@ def _try_out(sources: Sources, limits: AttentionLimits, show: Show) -> None:
         if "triton" in sources.decode:
             from toka_async.attention.row_decode import RowDecode
 
-            RowDecode(cache, num_heads, limits.scale).run_each_kernel(window, sinks=limits.sinks)
+            RowDecode(cache, num_heads, limits.scale, limits.soft_cap).run_each_kernel(window, sinks=limits.sinks)
         for make_decode in sources.decode.values():
             show(next(done), total, "kernels compiled and tried")
             try_decode(cache, num_heads, make_decode(), limits.max_seqs, window, limits.sinks)
@@ -335,4 +338,6 @@ def _build_mixed(sources: Sources, limits: AttentionLimits) -> MixedAttention | 
         return None
     from toka_async.attention.mixed import MixedGraphAttention
 
-    return MixedGraphAttention(limits.cache, limits.windows, sources.captured, sources.captured_chunks)
+    return MixedGraphAttention(
+        limits.cache, limits.num_heads, limits.windows, sources.captured, sources.captured_chunks
+    )

@@ -36,8 +36,11 @@ _FAILED = re.compile(r"error:|not found|no such file|killed", re.IGNORECASE)
 FAILURES = (ImportError, OSError, RuntimeError, ValueError)  # what it raises where it does not work
 
 
-def explain_no_flashinfer(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Explains why FlashInfer cannot attend over such a cache, and the fix; empty if it can."""
+def explain_no_flashinfer(device: torch.device, dtype: torch.dtype, head_dim: int, soft_cap: float = 0.0) -> str:
+    """Explains why FlashInfer cannot attend over such a cache, and the fix; empty if it can.
+
+    soft_cap: of scores, see `AttentionSpec`.
+    """
     if importlib.util.find_spec("flashinfer") is None:
         return "the package flashinfer-python is not installed; pip install 'flashinfer-python<0.7', or use auto"
     if device.type != "cuda":
@@ -47,6 +50,8 @@ def explain_no_flashinfer(device: torch.device, dtype: torch.dtype, head_dim: in
         return f"expected model.dtype bfloat16 or float16, got {name}; use auto or triton"
     if head_dim not in HEAD_DIMS:
         return f"expected heads of 64, 128 or 256 dimensions, the model has {head_dim}; use auto or triton"
+    if soft_cap:
+        return "the model limits attention's scores (attn_logit_softcapping); use auto or triton"
     return ""
 
 

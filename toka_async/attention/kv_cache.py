@@ -158,15 +158,16 @@ def make_caches(
     can_sleep: bool = False,
     num_window_pages: int = 0,
 ) -> list[KVCache]:
-    """Makes a `KVCache` for each kind of attention (`ModelSpec.attention_kinds`). spec: of the rank's layers.
+    """Makes a `KVCache` for each kind of attention (`ModelSpec.attention_kinds`).
 
-    num_window_pages: of layers with a window; 0: as many as the others have.
+    spec: of the rank's layers. stored: with the scales of all of these, or with none. num_window_pages: of layers with
+    a window; 0: as many as the others have.
     """
-    caches = []
+    caches, numbers = [], spec.cached_layers
     for kind, layers in spec.attention_kinds.items():
         own = stored
         if stored is not None and stored.scales:
-            own = CacheFormat(stored.dtype, tuple(stored.scales[layer] for layer in layers))
+            own = CacheFormat(stored.dtype, tuple(stored.scales[numbers[layer]] for layer in layers))
         count = num_window_pages if kind.window and num_window_pages else num_pages
         shape = len(layers), count, kind.num_kv_heads, page_size, kind.head_dim
         caches.append(KVCache(*shape, dtype, device, show, own, can_sleep, of_windows=kind.window > 0))

@@ -26,11 +26,13 @@ class MixedGraphAttention:
     def __init__(
         self,
         cache: KVCache,
+        num_heads: int,
         windows: Sequence[int],
         decode: Callable[[], GraphDecodePart],
         chunks: Callable[[], GraphPrefillPart],
     ) -> None:
         self.cache = cache
+        self.num_heads = num_heads
         self.windows = tuple(windows)
         self.decodes = {window: decode() for window in sorted({*windows})}
         self.chunks = {window: chunks() for window in sorted({*windows})}
@@ -68,7 +70,8 @@ class MixedGraphAttention:
     ) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
-        query = append(heads, rotation, keys, values, self.write_indices, weight, eps, self.cache.scales[layer])
+        writes, scales = heads.shape[1] > self.num_heads, self.cache.scales[layer]
+        query = append(heads, rotation, keys, values, self.write_indices, weight, eps, scales, writes)
         output = torch.empty_like(query)  # of padding it stays as it is
         window, rows = self.windows[layer], slice(self.num_rows)
         self.chunks[window].run(layer, query, output, sinks)

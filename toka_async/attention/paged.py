@@ -100,6 +100,7 @@ class PagedAttention:
     ) -> None:
         assert num_heads % cache.num_kv_heads == 0
         self.cache = cache
+        self.num_heads = num_heads
         self.windows = tuple(windows)
         self.decodes = {window: decode() for window in sorted({0, *windows})}
         self.chunks = {window: chunks() for window in sorted({0, *windows})}
@@ -137,7 +138,8 @@ class PagedAttention:
     ) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
-        query = append(heads, rotation, keys, values, self.write_indices, weight, eps, self.cache.scales[layer])
+        writes, scales = heads.shape[1] > self.num_heads, self.cache.scales[layer]
+        query = append(heads, rotation, keys, values, self.write_indices, weight, eps, scales, writes)
         output = torch.empty_like(query)
         window, split = self.effective[self.windows[layer]], self.num_decode
         if split:

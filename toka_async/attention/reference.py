@@ -68,7 +68,7 @@ class ReferenceAttention:
         norm: QueryKeyNorm | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        query = append_tokens(self.cache, layer, self.write_slots, heads, rotation, norm)
+        query = append_tokens(self.cache, layer, self.num_heads, self.write_slots, heads, rotation, norm)
         return self._attend(self.plans[self.windows[layer]], layer, query, sinks)
 
     def _attend(self, plan: TilePlan, layer: int, query: Tensor, sinks: Tensor | None) -> Tensor:
@@ -179,6 +179,7 @@ def compute_scores(queries: Tensor, keys: Tensor, scale: float, soft_cap: float)
 def append_tokens(
     cache: KVCache,
     layer: int,
+    num_heads: int,
     write_slots: Tensor,
     heads: Tensor,
     rotation: tuple[Tensor, Tensor],
@@ -188,13 +189,14 @@ def append_tokens(
 
     write_slots: int64 [tokens * kv_heads] (`Planner.locate_writes`). heads, rotation: see `AttentionBackend.attend`.
     """
-    num_kv_heads, dim = cache.num_kv_heads, cache.head_dim
-    num_heads = heads.shape[1] - 2 * num_kv_heads
+    num_kv_heads, dim = (heads.shape[1] - num_heads) // 2, cache.head_dim
     query_key, value = torch.split(heads, [num_heads + num_kv_heads, num_kv_heads], dim=1)
     if norm is not None:
         wide = query_key if norm.weight.dtype == query_key.dtype else query_key.to(norm.weight.dtype)
         query_key = (F.rms_norm(wide, wide.shape[-1:], None, norm.eps) * norm.weight).to(query_key.dtype)
     query, key = torch.split(rotate(query_key, rotation), [num_heads, num_kv_heads], dim=1)
+    if not num_kv_heads:
+        return query
     stored = cache.keys[layer], cache.values[layer]
     for target, new, scale in zip(stored, (key, value), cache.scales[layer], strict=True):
         numbers = _store(new, scale) if target.dtype == E4M3 else new

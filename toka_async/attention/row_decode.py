@@ -37,10 +37,12 @@ class DecodePlan:
 class RowDecode:
     """Attends rows after what they skip. Holds one plan at a time."""
 
-    def __init__(self, cache: KVCache, num_heads: int, scale: float) -> None:
+    def __init__(self, cache: KVCache, num_heads: int, scale: float, soft_cap: float = 0.0) -> None:
+        """soft_cap: of scores, see `AttentionSpec`."""
         self.cache = cache
         self.num_heads = num_heads
         self.scale = scale
+        self.soft_cap = soft_cap
         self.device = cache.device
         self.alike: dict[tuple[int, int, int], DecodeWork] = {}  # graphs hold their addresses
         self.step: DecodePlan | None = None
@@ -105,6 +107,7 @@ class RowDecode:
             step.partial,
             scales.values,
             sinks,
+            self.soft_cap,
         )
 
     def run_each_kernel(self, window: int, row_counts: Sequence[int] = (), sinks: Tensor | None = None) -> None:
@@ -137,6 +140,7 @@ class RowDecode:
                     None if work is None else self._make_partial(work.num_partials),
                     1.0,
                     sinks,
+                    self.soft_cap,
                 )
 
     def _set_plan(
@@ -169,7 +173,8 @@ class RowDecode:
         query = self.cache.make_zero_queries(1, self.num_heads)
         zero = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
         work, partial = divide_alike(1, 1, 1, self.device), self._make_partial(1)
+        rows = zero, zero[0].long(), zero[0]
         kernel = decode_attention(
-            query, keys, keys, zero, zero[0].long(), zero[0], query, self.scale, config, work=work, partial=partial
+            query, keys, keys, *rows, query, self.scale, config, work=work, partial=partial, soft_cap=self.soft_cap
         )
         return count_resident(kernel, self.device)

@@ -51,12 +51,14 @@ class TritonDecode:
         scale: float | None = None,
         tiles: PrefillConfig | None = None,
         memory: PrefixMemory | None = None,
+        soft_cap: float = 0.0,
     ) -> None:
         """tiles: of prefixes that rows share; None: the best, if they fit the chip.
 
-        memory: parts of one stream may share it; None: it has its own.
+        memory: parts of one stream may share it; None: it has its own. soft_cap: of scores, see `AttentionSpec`.
         """
         self.cache = cache
+        self.soft_cap = soft_cap
         self.scale = scale if scale is not None else cache.head_dim**-0.5
         self.num_heads = num_heads
         self.device = cache.device
@@ -65,7 +67,7 @@ class TritonDecode:
         self.tile_config = tiles or list_prefill_configs(cache.head_dim, group_size, cache.dtype)[0]
         self.tile_rows = self.tile_config.queries(group_size)
         self.memory = memory or PrefixMemory(self.device, count_partials(self.device), cache.dtype)
-        self.rows = RowDecode(cache, num_heads, self.scale)
+        self.rows = RowDecode(cache, num_heads, self.scale, soft_cap)
         self.shared: _Shared | None = None
         # Grouped graphs: the groups that graph_data describes, skips of all rows first, then tiles.
         self.graph_groups: tuple[PrefixGroup, ...] = ()
@@ -140,6 +142,7 @@ class TritonDecode:
                 prefix,
                 self.scale * self.cache.scales[layer].keys,
                 self.tile_config,
+                self.soft_cap,
             )
         self.rows.run(layer, query, output, prefix, sinks)
 
@@ -148,7 +151,8 @@ class TritonDecode:
         keys, zero = self.cache.keys[0], torch.zeros((1, 4), dtype=torch.int32, device=self.device)
         query = self.cache.make_zero_queries(1, self.num_heads)
         result = self.memory.take(query, 1, query)
-        attend_prefixes(query, keys, keys, zero, zero[0].long(), zero, 1, result, 1.0, self.tile_config)
+        config = self.tile_config
+        attend_prefixes(query, keys, keys, zero, zero[0].long(), zero, 1, result, 1.0, config, self.soft_cap)
 
     def _describe(self, spans: Int64, num_rows: int) -> tuple[Int32, Int64, int]:
         """Turns spans [n, 3] of (first row, rows, keys) into device data: skips, padded, then tiles.
@@ -184,10 +188,16 @@ class TritonChunks:
     """`ChunkPart` that cuts chunks into tiles, the longest first."""
 
     def __init__(
-        self, cache: KVCache, num_heads: int, scale: float | None = None, tiles: PrefillConfig | None = None
+        self,
+        cache: KVCache,
+        num_heads: int,
+        scale: float | None = None,
+        tiles: PrefillConfig | None = None,
+        soft_cap: float = 0.0,
     ) -> None:
-        """tiles: of chunks; None: the best, if they fit the chip."""
+        """tiles: of chunks; None: the best, if they fit the chip. soft_cap: of scores, see `AttentionSpec`."""
         self.cache = cache
+        self.soft_cap = soft_cap
         self.scale = scale if scale is not None else cache.head_dim**-0.5
         self.num_heads = num_heads
         self.device = cache.device
@@ -260,6 +270,7 @@ class TritonChunks:
             step.partial,
             scales.values,
             sinks,
+            self.soft_cap,
         )
         if len(step.merged):
             merge(step.partial, step.merged, self.tile_queries, output)
@@ -283,9 +294,8 @@ class TritonChunks:
             return 1
         keys, zero = self.cache.keys[0], torch.zeros((1, 4), dtype=torch.int32, device=self.device)
         query, none = self.cache.make_zero_queries(1, self.num_heads), self._make_partial(0)
-        kernel = attend_chunks(
-            query, keys, keys, zero, zero[0].long(), zero, 1, query, 1.0, 0, self.config, zero[:, :3], none
-        )
+        rows, parts = (zero, zero[0].long(), zero, 1, query), (zero[:, :3], none)
+        kernel = attend_chunks(query, keys, keys, *rows, 1.0, 0, self.config, *parts, soft_cap=self.soft_cap)
         return count_resident(kernel, self.device)
 
 

@@ -80,7 +80,7 @@ class Floor:
         products = [*((case.num_tokens, matrix) for matrix in layers), (num_sampled, spec.head_matrix)]
         return FloorParts(
             matrices=sum(self._multiply(*product) for product in products),
-            attention=sum(self._attention(case, grouped, attention) for attention in spec.attentions),
+            attention=sum(self._attention(case, grouped, attention) for attention in spec.all_attentions),
             states=sum(self._recurrence(case, recurrence) for recurrence in spec.recurrences),
             sampling=num_sampled * spec.vocab_size * self._dtype.itemsize / self.bandwidth,
             by_torch=sum(self._time_torch(*product) for product in products),

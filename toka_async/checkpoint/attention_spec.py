@@ -32,7 +32,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, tag="attention", kw_only=True):
     query's projection. bias: query, key and value projections have one. output_bias: the output projection has one.
     fused: the name of the one tensor that checkpoints have for queries, keys and values; empty: each has its own.
     values_are_keys: values are what the key projection makes, before keys are normed and turned. value_norm: RMSNorm of
-    value heads, without weights.
+    value heads, without weights. reads_back: the layer has no keys and values, and reads those of the layer so many
+    layers before it; 0: it has its own.
     """
 
     num_heads: int
@@ -50,6 +51,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, tag="attention", kw_only=True):
     fused: str = ""
     values_are_keys: bool = False
     value_norm: bool = False
+    reads_back: int = 0
 
     @property
     def score_scale(self) -> float:
@@ -90,18 +92,22 @@ class AttentionSpec(msgspec.Struct, frozen=True, tag="attention", kw_only=True):
         return f"{self.num_heads} heads, {self.num_kv_heads} KV heads"
 
     def list_matrices(self, hidden_size: int, format: str) -> tuple[MatrixSpec, ...]:
-        """Returns query, key and value as one, and the output."""
+        """Returns query, key and value as one, or the query alone where keys are another layer's, and the output."""
         order = () if self.rope is None else self.rope.order_head(self.head_dim)
         queries, keys = (Units(count, self.head_dim, order) for count in (self.num_heads, self.num_kv_heads))
         values, hidden = Units(self.num_kv_heads, self.head_dim), Units(hidden_size)
         if self.gated:  # a head's query and then its gate; on a rank all gates come first, so that other heads touch
             dim = self.head_dim
             queries = Units(self.num_heads, 2 * dim, kinds=((dim, dim), (0, dim)))
-        value_name = "self_attn.k_proj" if self.values_are_keys else "self_attn.v_proj"
+        names: tuple[str, ...] = ("self_attn.q_proj",)
+        outputs: tuple[Units, ...] = (queries,)
+        if not self.reads_back:
+            value_name = "self_attn.k_proj" if self.values_are_keys else "self_attn.v_proj"
+            names, outputs = (*names, "self_attn.k_proj", value_name), (*outputs, keys, values)
         return (
             MatrixSpec(
-                names=("self_attn.q_proj", "self_attn.k_proj", value_name),
-                outputs=(queries, keys, values),
+                names=names,
+                outputs=outputs,
                 inputs=hidden,
                 split="outputs",
                 bias=self.bias,
@@ -124,5 +130,6 @@ class AttentionSpec(msgspec.Struct, frozen=True, tag="attention", kw_only=True):
 
     def count_weights(self) -> int:
         """Counts the parameters beside the matrices."""
-        norm = (self.head_norm is not None) * (self.num_heads + self.num_kv_heads) * self.head_dim
+        heads = self.num_heads + (not self.reads_back) * self.num_kv_heads
+        norm = (self.head_norm is not None) * heads * self.head_dim
         return norm + self.sinks * self.num_heads

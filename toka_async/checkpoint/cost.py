@@ -10,8 +10,10 @@ from toka_async.checkpoint.spec import ModelSpec
 
 def count_layer_bytes(spec: ModelSpec, layer: int, itemsize: int) -> int:
     """Counts the bytes of a layer's parameters. itemsize: bytes of a value that is not quantized."""
-    norms = spec.layers[layer].norms.count * spec.hidden_size + spec.layers[layer].mixer.count_weights()
-    return norms * itemsize + sum(matrix.count_bytes(itemsize) for matrix in spec.list_matrices(layer))
+    own = spec.layers[layer]
+    norms = (own.norms.count + (own.input is not None)) * spec.hidden_size
+    others = norms + own.mixer.count_weights() + bool(own.scalar)
+    return others * itemsize + sum(matrix.count_bytes(itemsize) for matrix in spec.list_matrices(layer))
 
 
 def count_stage_bytes(spec: ModelSpec, is_first: bool, is_last: bool, itemsize: int) -> int:
@@ -21,5 +23,7 @@ def count_stage_bytes(spec: ModelSpec, is_first: bool, is_last: bool, itemsize: 
     """
     table = spec.vocab_size * spec.hidden_size
     has_head = is_last and not (is_first and spec.tie_embeddings)
-    ends = is_first * table + has_head * table + is_last * spec.hidden_size
+    inputs = sum(matrix.num_outputs * matrix.num_inputs for matrix in spec.input_matrices)
+    inputs += spec.layers[0].input.size if spec.layers[0].input is not None else 0  # their norm
+    ends = is_first * (table + inputs) + has_head * table + is_last * spec.hidden_size
     return ends * itemsize + sum(count_layer_bytes(spec, layer, itemsize) for layer in range(spec.num_layers))

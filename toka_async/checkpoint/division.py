@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from toka_async.checkpoint.attention_spec import AttentionSpec
 from toka_async.checkpoint.cost import count_layer_bytes
 from toka_async.checkpoint.experts_spec import ExpertsFeedSpec
 from toka_async.checkpoint.layer_spec import FeedSpec, MixerSpec
@@ -129,8 +130,13 @@ def all_layers(spec: ModelSpec) -> StagePart:
 
 def check_division(spec: ModelSpec, pp: int, tp: int) -> None:
     """Raises ModelError, which says what is possible, unless `pp` stages of `tp` tensor ranks are."""
-    if pp > spec.num_layers:
-        raise ModelError(f"parallel.pp={pp}: the model has {spec.num_layers} layers; use at most {spec.num_layers}")
+    runs = join_layers(spec)
+    if pp > len(runs):
+        joined = max(runs, key=len)
+        reason = f"the model has {spec.num_layers} layers"
+        if len(joined) > 1:
+            reason += f", and those from {joined[0]} to {joined[-1]} read each other's keys, so one stage has them"
+        raise ModelError(f"parallel.pp={pp}: {reason}; use at most {len(runs)}")
     check_tensor_size(spec, tp)
     if not all(make_stage_spec(spec, part).attentions for part in stage_parts(spec, pp, tp)):
         raise ModelError(f"parallel.pp={pp}: a stage would have no layer with attention; use fewer stages")
@@ -139,13 +145,26 @@ def check_division(spec: ModelSpec, pp: int, tp: int) -> None:
 def stage_parts(spec: ModelSpec, pp: int, tp: int) -> list[StagePart]:
     """Returns the parts of `pp` stages of `tp` tensor ranks, first stage first, with weights as even as possible."""
     rank_spec = make_rank_spec(spec, tp)
-    layers = [count_layer_bytes(rank_spec, layer, _ITEMSIZE) for layer in range(spec.num_layers)]
+    runs = join_layers(spec)
+    weights = [sum(count_layer_bytes(rank_spec, layer, _ITEMSIZE) for layer in run) for run in runs]
     table = -(-spec.vocab_size // tp) * spec.hidden_size * _ITEMSIZE
     parts, first = [], 0
-    for size in stage_layers(layers, pp, table):
-        parts.append(StagePart(first, first + size, spec.num_layers))
-        first += size
+    for count in stage_layers(weights, pp, table):
+        own, runs = runs[:count], runs[count:]
+        parts.append(StagePart(first, own[-1].stop, spec.num_layers))
+        first = own[-1].stop
     return parts
+
+
+def join_layers(spec: ModelSpec) -> list[range]:
+    """Returns the runs of layers of which a stage has all or none, since some read the keys of others."""
+    runs: list[range] = []
+    for number, layer in enumerate(spec.layers):
+        first = number - (layer.mixer.reads_back if isinstance(layer.mixer, AttentionSpec) else 0)
+        while runs and runs[-1].stop > first:
+            first = min(first, runs.pop().start)
+        runs.append(range(first, number + 1))
+    return runs
 
 
 def stage_layers(layers: Sequence[int], num_stages: int, ends: int) -> list[int]:

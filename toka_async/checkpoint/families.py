@@ -75,7 +75,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     all but each `period`th layer (0: all layers); by_type_if_used: likewise if `use_sliding_window`, and without types
     those without a rope. scales: whose fields of scales and soft caps the configuration has. tied: logits are by the
     embedding, where it is not said. heads_by_type: layers that see all have heads of `global_head_dim`, and maybe no
-    values of their own. value_norm, scalar: see `AttentionSpec`, `LayerSpec`. refused: fields that must be 0, false or
+    values of their own. value_norm, scalar: see `AttentionSpec`, `LayerSpec`. layer_inputs: their size where
+    `hidden_size_per_layer_input` does not say it; 0: the family has none. refused: fields that must be 0, false or
     absent, and their values where they are not said.
     """
 
@@ -109,6 +110,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     heads_by_type: bool = False
     value_norm: bool = False
     scalar: str = ""
+    layer_inputs: int = 0
     refused: tuple[tuple[str, int], ...] = ()
     experts: ExpertsFamily | None = None
     bos_token_ids: tuple[int, ...] = ()
@@ -433,7 +435,8 @@ FAMILIES: dict[str, Family] = {
         heads_by_type=True,
         value_norm=True,
         scalar="layer_scalar",
-        refused=(("hidden_size_per_layer_input", 256), ("num_kv_shared_layers", 0), ("enable_moe_block", 0)),
+        layer_inputs=256,
+        refused=(("enable_moe_block", 0),),
         bos_token_ids=(2,),
         eos_token_ids=(1,),
     ),

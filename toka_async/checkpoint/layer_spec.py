@@ -59,6 +59,29 @@ class DenseFeedSpec(msgspec.Struct, frozen=True, tag="dense"):
         return 3 * self.inner
 
 
+class LayerInputSpec(msgspec.Struct, frozen=True):
+    """A vector of `size` numbers of each token that a layer takes in after its feed, as Gemma 4's small models do.
+
+    It is multiplied with a gate that is made of the residual, then projected, normed and added to the residual. Every
+    tensor rank has all of the matrices. norm: its name.
+    """
+
+    size: int
+    activation: str
+    norm: str = "post_per_layer_input_norm"
+
+    def list_matrices(self, hidden_size: int, format: str) -> tuple[MatrixSpec, MatrixSpec]:
+        """Returns the gate and the projection."""
+        names, shapes = ("per_layer_input_gate", "per_layer_projection"), (hidden_size, self.size)
+        gate, projection = (
+            MatrixSpec(
+                names=(name,), outputs=(Units(num_outputs),), inputs=Units(num_inputs), split="outputs", format=format
+            )
+            for name, num_inputs, num_outputs in zip(names, shapes, shapes[::-1], strict=True)
+        )
+        return gate, projection
+
+
 MixerSpec = AttentionSpec | DeltaNetSpec | ForeignAttentionSpec
 FeedSpec = DenseFeedSpec | ExpertsFeedSpec | ForeignFeedSpec
 
@@ -94,6 +117,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
     norms: NormNames = NormNames()
     scalar: str = ""  # the name of a number that all of the layer's result is multiplied with; empty: there is none
     format: str = "dense"  # of its matrices, see `MatrixSpec`
+    input: LayerInputSpec | None = None
     exempt: tuple[str, ...] = ()  # names of matrices that are dense in any case
 
     def list_mixer_matrices(self, hidden_size: int) -> tuple[MatrixSpec, ...]:
@@ -101,6 +125,9 @@ class LayerSpec(msgspec.Struct, frozen=True):
 
     def list_feed_matrices(self, hidden_size: int) -> tuple[MatrixSpec, ...]:
         return self._choose_formats(*self.feed.list_matrices(hidden_size, self.format))
+
+    def list_input_matrices(self, hidden_size: int) -> tuple[MatrixSpec, ...]:
+        return () if self.input is None else self._choose_formats(*self.input.list_matrices(hidden_size, self.format))
 
     def _choose_formats(self, *matrices: MatrixSpec) -> tuple[MatrixSpec, ...]:
         """Returns the matrices in the formats that they have in this layer."""

@@ -91,10 +91,26 @@ def read_attentions(file: JsonFile, family: Family, num_layers: int, scales: Mod
         )
         for layer, (window, rope, has_rope) in enumerate(zip(windows, ropes, have_rope, strict=True))
     ]
+    if family.heads_by_type:
+        attentions = _share_keys(file, attentions)
     for attention in dict.fromkeys(attentions):
         if attention.rope is not None:
             _check_rope(file, attention.rope, attention.head_dim)
     return attentions
+
+
+def _share_keys(file: JsonFile, attentions: list[AttentionSpec]) -> list[AttentionSpec]:
+    """Has the last `num_kv_shared_layers` read the keys of the last layer before them that is like them."""
+    first = len(attentions) - file.integer("num_kv_shared_layers", 0, least=0)
+    shared = []
+    for number, attention in enumerate(attentions[max(0, first) :], first):
+        source = next((each for each in reversed(range(max(0, first))) if attentions[each] == attention), None)
+        if source is None:
+            raise file.error(
+                "num_kv_shared_layers", f"is {len(attentions) - first}: no layer before has layer {number}'s keys"
+            )
+        shared.append(msgspec.structs.replace(attention, reads_back=number - source))
+    return attentions[:first] + shared
 
 
 def _read_global(file: JsonFile, attention: AttentionSpec, layer: int) -> AttentionSpec:

@@ -16,7 +16,7 @@ from toka_async.checkpoint.delta_net_spec import DeltaNetSpec
 from toka_async.checkpoint.experts_spec import CLAMPED_SWIGLU, SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertsFeedSpec
 from toka_async.checkpoint.families import FAMILIES, TEXT_PARTS, ExpertsFamily, Family
 from toka_async.checkpoint.json_file import JsonFile, ModelError
-from toka_async.checkpoint.layer_spec import DenseFeedSpec, FeedSpec, LayerSpec, NormSpec
+from toka_async.checkpoint.layer_spec import DenseFeedSpec, FeedSpec, LayerInputSpec, LayerSpec, NormSpec
 from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
 from toka_async.checkpoint.names import TEXT_PREFIXES
 from toka_async.checkpoint.quantization import MADE_AT_LOAD, Quantization, name_default_dtype, read_quantization
@@ -49,6 +49,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     residual_scale: float = 1.0  # of what each half of a layer adds
     logits_scale: float = 1.0
     logits_soft_cap: float = 0.0  # c of c * tanh(logit / c); 0: none
+    layer_inputs: int = 0  # numbers that a token brings for the inputs of all layers, see `LayerInputSpec`
     fp32_logits: bool = False  # `model.fp32_logits`; no checkpoint says it
     impl: Literal["native", "transformers"] = "native"  # whose code computes the layers
 
@@ -63,6 +64,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
         """Those of the layers that keep keys and values in the cache, in order."""
+        return tuple(each for each in self.all_attentions if not each.reads_back)
+
+    @property
+    def cached_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers that `attentions` are of."""
+        mixers = ((number, layer.mixer) for number, layer in enumerate(self.layers))
+        return tuple(number for number, each in mixers if isinstance(each, AttentionSpec) and not each.reads_back)
+
+    @property
+    def all_attentions(self) -> tuple[AttentionSpec, ...]:
+        """Those of all layers that have any, in order."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
 
     @property
@@ -127,7 +139,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def list_matrices(self, layer: int) -> tuple[MatrixSpec, ...]:
         """Returns all matrices of a layer."""
         each = self.layers[layer]
-        return *each.list_mixer_matrices(self.hidden_size), *each.list_feed_matrices(self.hidden_size)
+        lists = each.list_mixer_matrices, each.list_feed_matrices, each.list_input_matrices
+        return tuple(matrix for list_matrices in lists for matrix in list_matrices(self.hidden_size))
 
     def name_formats(self, dtype: str) -> str:
         """Names the dtype, and the formats of weights that have another: "bfloat16, weights in fp8/block"."""
@@ -139,6 +152,21 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """What embeds token ids: a row for each."""
         vocabulary, hidden = Units(self.vocab_size), Units(self.hidden_size)
         return MatrixSpec(names=("model.embed_tokens",), outputs=(vocabulary,), inputs=hidden, split="outputs")
+
+    @property
+    def passed_size(self) -> int:
+        """How many numbers of a token go from a stage of a pipeline to the next: its residual, and layers' inputs."""
+        return self.hidden_size + self.layer_inputs
+
+    @property
+    def input_matrices(self) -> tuple[MatrixSpec, MatrixSpec]:
+        """What makes the inputs of all layers: of token ids, a row for each, and of embedded tokens."""
+        inputs = Units(self.layer_inputs)
+        table = msgspec.structs.replace(self.embedding_matrix, names=("model.embed_tokens_per_layer",), inputs=inputs)
+        projection = msgspec.structs.replace(
+            self.embedding_matrix, names=("model.per_layer_model_projection",), outputs=(inputs,)
+        )
+        return table, projection
 
     @property
     def head_matrix(self) -> MatrixSpec:
@@ -166,6 +194,9 @@ def read_spec(model_dir: Path, quantize: str = "none") -> ModelSpec:
     scales = read_scales(file, family, hidden_size)
     attentions = read_attentions(file, family, num_layers, scales)
     mixers, feeds = read_mixers(file, family, attentions), _feeds(file, family, num_layers)
+    if family.heads_by_type and file.flag("use_double_wide_mlp", False):
+        feeds = [_widen(feed) if each.reads_back else feed for feed, each in zip(feeds, attentions, strict=True)]
+    layer_input = _read_layer_input(file, family)
     max_positions = file.integer("max_position_embeddings", family.max_positions)
     stretched = (each.rope.max_context(max_positions) for each in attentions if each.rope is not None)
     bos = file.token_ids("bos_token_id", family.bos_token_ids)
@@ -175,7 +206,11 @@ def read_spec(model_dir: Path, quantize: str = "none") -> ModelSpec:
         hidden_size=hidden_size,
         norm=NormSpec(file.number("rms_norm_eps", family.norm_eps), family.norm_adds_one),
         tie_embeddings=file.flag("tie_word_embeddings", family.tied),
-        layers=tuple(LayerSpec(*halves, family.norms, family.scalar) for halves in zip(mixers, feeds, strict=True)),
+        layers=tuple(
+            LayerSpec(*halves, family.norms, family.scalar, input=layer_input)
+            for halves in zip(mixers, feeds, strict=True)
+        ),
+        layer_inputs=0 if layer_input is None else num_layers * layer_input.size,
         max_context=max(stretched, default=max_positions),
         dtype=_one_of(file, "dtype" if file.has("dtype") else "torch_dtype", name_default_dtype(file), DTYPES),
         bos_token_id=bos[0] if bos else None,
@@ -243,10 +278,14 @@ def _one_of(file: JsonFile, name: str, default: str, allowed: tuple[str, ...]) -
     return value
 
 
+def _read_activation(file: JsonFile, family: Family) -> str:
+    field = "hidden_activation" if file.has("hidden_activation") else "hidden_act"
+    return _one_of(file, field, family.activation, ACTIVATIONS)
+
+
 def _feeds(file: JsonFile, family: Family, num_layers: int) -> list[FeedSpec]:
     """Returns each layer's."""
-    field = "hidden_activation" if file.has("hidden_activation") else "hidden_act"
-    activation = _one_of(file, field, family.activation, ACTIVATIONS)
+    activation = _read_activation(file, family)
     experts = None if family.experts is None else _read_experts(file, family.experts, activation)
     sparse = set[int]() if experts is None else _find_sparse(file, family, num_layers)
     if experts is not None and len(sparse) == num_layers:
@@ -254,6 +293,20 @@ def _feeds(file: JsonFile, family: Family, num_layers: int) -> list[FeedSpec]:
     bias = read_bias(file, "mlp_bias", family.mlp_bias)
     dense = DenseFeedSpec(file.integer("intermediate_size"), activation, bias, family.fused_gate_up)
     return [experts if experts is not None and layer in sparse else dense for layer in range(num_layers)]
+
+
+def _widen(feed: FeedSpec) -> FeedSpec:
+    assert isinstance(feed, DenseFeedSpec)
+    return msgspec.structs.replace(feed, inner=2 * feed.inner)
+
+
+def _read_layer_input(file: JsonFile, family: Family) -> LayerInputSpec | None:
+    if not family.layer_inputs:
+        return None
+    size = file.integer("hidden_size_per_layer_input", family.layer_inputs, least=0)
+    if size and file.integer("vocab_size_per_layer_input", file.integer("vocab_size")) != file.integer("vocab_size"):
+        raise file.error("vocab_size_per_layer_input", "other than vocab_size is not supported")
+    return LayerInputSpec(size, _read_activation(file, family)) if size else None
 
 
 def _find_sparse(file: JsonFile, family: Family, num_layers: int) -> set[int]:

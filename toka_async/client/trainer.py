@@ -6,6 +6,7 @@ tensors.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 from collections.abc import Iterable, Sequence
@@ -21,8 +22,10 @@ from toka_async.control import Directory, PauseMode, Source, Transfer
 from toka_async.protocol import EngineState
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
+    from toka_async.transfer.buckets import Filling
     from toka_async.transfer.tensors import TensorInfo
 
 BUCKET_BYTES = 1 << 28
@@ -113,16 +116,26 @@ class Trainer:
         await self._ask("set_version", version=version)
 
     async def update(
-        self, tensors: Iterable[tuple[str, Tensor]], version: str | None = None, bucket_bytes: int = BUCKET_BYTES
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        version: str | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        device: torch.device | None = None,
     ) -> None:
-        """Give a server on this machine all tensors of a checkpoint, through shared memory of so many bytes."""
-        from toka_async.transfer.buckets import ShmWriter
+        """Give a server on this machine all tensors of a checkpoint, through two buckets of so many bytes each.
+
+        They are in shared memory of the host, or of a GPU that a rank of the server uses too and that has the tensors.
+        One is filled while the server loads the other.
+        """
+        from toka_async.transfer.buckets import BucketWriter, CudaWriter, ShmWriter, fill_in_turn
 
         await self.begin_update()
-        writer = ShmWriter(f"toka-{os.getpid()}-{secrets.token_hex(8)}", bucket_bytes)
+        writers: list[BucketWriter] = []
         try:
-            for infos, bucket in writer.fill(tensors):
-                await self.load(bucket, infos)
+            for _ in range(2):
+                name = f"toka-{os.getpid()}-{secrets.token_hex(8)}"
+                writers.append(CudaWriter(bucket_bytes, device) if device else ShmWriter(name, bucket_bytes))
+            await self._load_in_turn(fill_in_turn(writers, tensors))
         except CommandError:  # the engine has given the update up
             raise
         except BaseException:
@@ -130,8 +143,25 @@ class Trainer:
                 await self.abandon_update()
             raise
         finally:
-            writer.close()
+            for writer in writers:
+                writer.close()
         await self.finish_update(version)
+
+    async def _load_in_turn(self, fillings: Iterable[Filling]) -> None:
+        """Load fillings one after the other; each is made while the one before it is loaded."""
+        before: asyncio.Task[None] | None = None
+        try:
+            for infos, bucket in fillings:
+                if before is not None:
+                    await before
+                before = asyncio.create_task(self.load(bucket, infos))
+                await asyncio.sleep(0)  # it is sent
+            if before is not None:
+                await before
+        finally:
+            if before is not None:
+                before.cancel()
+                await asyncio.gather(before, return_exceptions=True)
 
     async def update_from(self, folder: Path | str, version: str | None = None) -> None:
         """Give a server the tensors of a folder's safetensors files."""

@@ -27,6 +27,7 @@ def append(
     norm_weight: Tensor | None = None,
     norm_eps: float = 0.0,
     scales: tuple[float, float] = (1.0, 1.0),
+    writes: bool = True,
 ) -> Tensor:
     """Writes keys and values to the cache; returns the rotated queries [tokens, heads, dim].
 
@@ -35,10 +36,11 @@ def append(
     values: one layer of the cache [pages, kv_heads, page_size, dim]. write_indices int64 [tokens]: page * page_size +
     offset.
     norm_weight [heads + kv_heads, dim]: RMSNorm of each query and key head first (see `QueryKeyNorm`). scales: if the
-    cache stores E4M3, keys and values are divided by these, and saturate.
+    cache stores E4M3, keys and values are divided by these, and saturate. writes: otherwise there are queries alone,
+    heads and norm_weight [heads, dim], and nothing is written.
     """
     num_tokens, num_all, dim = heads.shape
-    kv_heads, page_size = keys.shape[1:3]
+    kv_heads, page_size = keys.shape[1] if writes else 0, keys.shape[2]
     num_heads = num_all - 2 * kv_heads
     cos, sin = rotation
     assert heads.stride()[1:] == (dim, 1)

@@ -51,7 +51,9 @@ def decode_config(head_dim: int, dtype: torch.dtype, is_short: bool = False, is_
     half the bytes, so that one more of them is on its way.
     """
     if dtype == torch.float32:
-        return DecodeConfig(block=16, num_warps=2, num_stages=2)
+        return DecodeConfig(block=16, num_warps=2, num_stages=2 if head_dim <= 256 else 1)
+    if head_dim > 256:
+        return DecodeConfig(block=16, num_warps=4, num_stages=2)
     if head_dim > 128:
         return DecodeConfig(block=32, num_warps=4, num_stages=2)
     if is_short:
@@ -100,6 +102,7 @@ def decode_attention(
     partial: Partial | None = None,
     value_scale: float = 1.0,
     sinks: Tensor | None = None,
+    soft_cap: float = 0.0,
 ) -> Any:
     """Writes attention of query [rows, heads, dim] to output; all tensors are contiguous. Returns the kernel.
 
@@ -109,7 +112,8 @@ def decode_attention(
     skip is 0); a row whose window begins after its first key uses neither. prefix.output may be `output`, of one
     partial. work: which program reads which keys; None: each row has one. partial [work.num_partials, ...]: float32
     memory for partial results. value_scale: multiplies the result, of a prefix as well. sinks [heads]: logits that take
-    part in the softmax of each row, without a value (arXiv:2309.17453); a prefix was attended without them.
+    part in the softmax of each row, without a value (arXiv:2309.17453); a prefix was attended without them. soft_cap: c
+    of c * tanh(score / c), which limits scores but no sinks; 0: none.
     """
     num_rows, num_heads, dim = query.shape
     kv_heads, page_size = keys.shape[1:3]
@@ -118,6 +122,7 @@ def decode_attention(
     assert (skip is None) == (prefix is None)
     assert (work is None) == (partial is None)
     num_items, pdl = num_rows if work is None else len(work.items), can_follow(query)
+    factor, limit = fold_soft_cap(scale, soft_cap)
     kernel = _decode[num_items * kv_heads,](
         query,
         keys,
@@ -133,7 +138,7 @@ def decode_attention(
         None if partial is None else partial.output,
         None if partial is None else partial.lse,
         sinks,
-        scale * LOG2E,
+        factor,
         1 / value_scale,
         page_table.stride(0),
         0 if prefix is None else prefix.lse.shape[0],
@@ -146,6 +151,7 @@ def decode_attention(
         dim_pad=max(16, triton.next_power_of_2(dim)),
         page_size=page_size,
         window=window,
+        limit=limit,
         block=config.block,
         pdl=pdl,
         num_warps=config.num_warps,
@@ -155,6 +161,11 @@ def decode_attention(
     if work is not None and partial is not None and len(work.merged):
         merge(partial, work.merged, 1, output)
     return kernel
+
+
+def fold_soft_cap(scale: float, soft_cap: float) -> tuple[float, float]:
+    """Returns the factor of products that kernels take, and the limit of `cap_scores`, both of base 2; 0: none."""
+    return (2 * LOG2E * scale / soft_cap, soft_cap * LOG2E) if soft_cap else (scale * LOG2E, 0.0)
 
 
 def merge(partial: Partial, merged: Tensor, stride: int, output: Tensor) -> None:
@@ -180,6 +191,12 @@ def merge(partial: Partial, merged: Tensor, stride: int, output: Tensor) -> None
         num_warps=4,
         launch_pdl=pdl,
     )
+
+
+@triton.jit
+def cap_scores(x, limit: tl.constexpr):
+    """Computes limit * tanh(y) of x = 2 * log2(e) * y."""
+    return limit - 2 * limit / (1 + tl.exp2(x))
 
 
 @triton.jit
@@ -220,6 +237,7 @@ def _decode(
     dim_pad: tl.constexpr,
     page_size: tl.constexpr,
     window: tl.constexpr,
+    limit: tl.constexpr,
     block: tl.constexpr,
     pdl: tl.constexpr,
 ):
@@ -291,6 +309,8 @@ def _decode(
         inside = is_key[:, None] & (column < dim)[None, :]
         key = tl.load(keys + offset[:, None] + column[None, :], mask=inside, other=0.0).to(operand)
         scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
+        if limit > 0:
+            scores = cap_scores(scores, limit)
         scores = tl.where(is_key[None, :], scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         shrink = tl.exp2(top - new_top)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toka_async.kernels.decode import LOG2E, Partial, load_sinks
+from toka_async.kernels.decode import Partial, cap_scores, fold_soft_cap, load_sinks
 from toka_async.kernels.stored import choose_operand, to_operand
 
 GLUON = "3.6."  # versions of Triton for which `prefill_hopper` is written: each has another Gluon
@@ -47,13 +47,19 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def list_hopper_configs(
-    head_dim: int, group_size: int, dtype: torch.dtype, page_size: int, device: torch.device, is_e4m3: bool = False
+    head_dim: int,
+    group_size: int,
+    dtype: torch.dtype,
+    page_size: int,
+    device: torch.device,
+    is_e4m3: bool = False,
+    soft_cap: float = 0.0,
 ) -> list[PrefillConfig]:
     """Lists the tiles of the kernel for Hopper chips; none where it cannot attend such heads over such pages.
 
     dtype: of queries. is_e4m3: keys and values are stored in 8 bits. All groups of threads share the registers.
     """
-    if head_dim not in (64, 128) or dtype == torch.float32 or not is_hopper(device):
+    if head_dim not in (64, 128) or dtype == torch.float32 or soft_cap or not is_hopper(device):
         return []
     from toka_async.kernels import prefill_hopper
 
@@ -76,6 +82,11 @@ def list_prefill_configs(head_dim: int, group_size: int, dtype: torch.dtype) -> 
     least = triton.next_power_of_2(group_size)
     if dtype == torch.float32:
         return [PrefillConfig(max(16, least), 32 if head_dim <= 128 else 16, num_warps=4, num_stages=1)]
+    if head_dim > 256:
+        return [
+            PrefillConfig(max(64, least), 32, num_warps=8, num_stages=2),
+            PrefillConfig(max(32, least), 16, num_warps=4, num_stages=1),
+        ]
     if head_dim <= 128:
         return [
             PrefillConfig(max(128, least), 64, num_warps=8 if head_dim <= 64 else 4, num_stages=3),
@@ -104,6 +115,7 @@ def attend_chunks(
     partial: Partial,
     value_scale: float = 1.0,
     sinks: Tensor | None = None,
+    soft_cap: float = 0.0,
 ) -> Any:
     """Writes causal attention of the tiles' queries to output; both are [tokens, heads, dim] and contiguous.
 
@@ -114,11 +126,11 @@ def attend_chunks(
 
     parts int32 [n, 3]: of each tile the first and the end of its keys, whole blocks but for the last key of all; then
     where its result goes: to output for -1, for i to the i-th `config.queries` rows of partial, float32 [rows, ...],
-    which the caller merges. value_scale: multiplies the result. sinks [heads]: see `decode_attention`; they are in the
-    last part of a tile.
+    which the caller merges. value_scale: multiplies the result. sinks [heads], soft_cap: see `decode_attention`; sinks
+    are in the last part of a tile.
     """
     split = (parts, partial.output, partial.lse, sinks)
-    scales = scale, value_scale
+    scales = scale, soft_cap, value_scale
     return _launch(
         query, keys, values, page_table, slots, tiles, num_programs, output, *split, *scales, window, 1, config
     )
@@ -135,13 +147,15 @@ def attend_prefixes(
     result: Partial,
     scale: float,
     config: PrefillConfig,
+    soft_cap: float = 0.0,
 ) -> None:
     """Attends as `attend_chunks`, but all queries of a tile see the same keys, split over result's [p, rows, ...].
 
     Sinks are left to what attends the rest of the rows' keys.
     """
     to, splits = (result.output, None, None, result.lse, None), len(result.lse)
-    _launch(query, keys, values, page_table, slots, tiles, num_programs, *to, scale, 1.0, 0, splits, config)
+    scales = scale, soft_cap, 1.0
+    _launch(query, keys, values, page_table, slots, tiles, num_programs, *to, *scales, 0, splits, config)
 
 
 def _launch(
@@ -158,6 +172,7 @@ def _launch(
     lse: Tensor,
     sinks: Tensor | None,
     scale: float,
+    soft_cap: float,
     value_scale: float,
     window: int,
     splits: int,
@@ -169,10 +184,13 @@ def _launch(
     assert query.is_contiguous()
     assert output.is_contiguous()
     assert group <= config.block_queries
-    operands = (query, keys, values, page_table, slots, tiles, output, parts, partial, lse, sinks, scale * LOG2E)
+    factor, limit = fold_soft_cap(scale, soft_cap)
+    operands = (query, keys, values, page_table, slots, tiles, output, parts, partial, lse, sinks, factor)
     assert (config.widening > 0) == (config.registers > 0 and keys.dtype != query.dtype)
     if config.registers:
         from toka_async.kernels.prefill_hopper import attend_tiles
+
+        assert not limit, "`list_hopper_configs` has no tiles for soft caps"
 
         shape = config.block_queries, config.block_keys, config.num_stages, config.registers, config.widening
         return attend_tiles(*operands, value_scale, num_programs, window, splits, *shape)
@@ -187,6 +205,7 @@ def _launch(
         dim_pad=max(16, triton.next_power_of_2(dim)),
         page_size=page_size,
         window=window,
+        limit=limit,
         block_queries=config.block_queries,
         block_keys=config.block_keys,
         num_warps=config.num_warps,
@@ -222,6 +241,7 @@ def _prefill(
     dim_pad: tl.constexpr,
     page_size: tl.constexpr,
     window: tl.constexpr,
+    limit: tl.constexpr,
     block_queries: tl.constexpr,
     block_keys: tl.constexpr,
 ):
@@ -272,16 +292,16 @@ def _prefill(
             middle = tl.minimum(low + tl.cdiv(left_out, block_keys) * block_keys, high)
             top, total, mixed = _attend(
                 top, total, mixed, queries, head_keys, head_values, table, low, middle, high, ends, scale,
-                True, kv_heads, dim, dim_pad, page_size, window, block_keys,
+                True, kv_heads, dim, dim_pad, page_size, window, limit, block_keys,
             )  # fmt: skip
         full = tl.maximum(full, middle)
         top, total, mixed = _attend(
             top, total, mixed, queries, head_keys, head_values, table, middle, full, high, ends, scale,
-            False, kv_heads, dim, dim_pad, page_size, window, block_keys,
+            False, kv_heads, dim, dim_pad, page_size, window, limit, block_keys,
         )  # fmt: skip
         top, total, mixed = _attend(
             top, total, mixed, queries, head_keys, head_values, table, full, high, high, ends, scale,
-            True, kv_heads, dim, dim_pad, page_size, window, block_keys,
+            True, kv_heads, dim, dim_pad, page_size, window, limit, block_keys,
         )  # fmt: skip
 
         total = tl.where(total > 0.0, total, 1.0)  # no keys give 0 and a log-sum-exp of -inf
@@ -321,6 +341,7 @@ def _attend(
     dim_pad: tl.constexpr,
     page_size: tl.constexpr,
     window: tl.constexpr,
+    limit: tl.constexpr,
     block_keys: tl.constexpr,
 ):
     """Continues the online softmax over keys first to last, of which those below `high` exist."""
@@ -340,18 +361,22 @@ def _attend(
         else:
             key = tl.load(head_keys + place)
         scores = tl.dot(queries, tl.trans(key.to(queries.dtype)), input_precision="ieee")
+        factor = scale
+        if limit > 0:
+            scores = cap_scores(scores * scale, limit)
+            factor = 1.0
         if masked:
             seen = position[None, :] < ends[:, None]
             if window > 0:
                 seen &= position[None, :] >= ends[:, None] - window
-            scores = tl.where(seen, scores * scale, -float("inf"))
+            scores = tl.where(seen, scores * factor, -float("inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
             base = tl.where(new_top == -float("inf"), 0.0, new_top)  # a query may see nothing of the block
             weights = tl.exp2(scores - base[:, None])
         else:
-            new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+            new_top = tl.maximum(top, tl.max(scores, 1) * factor)
             base = new_top
-            weights = tl.exp2(scores * scale - base[:, None])
+            weights = tl.exp2(scores * factor - base[:, None])
         shrink = tl.exp2(top - base)
         if masked or dim < dim_pad:
             value = tl.load(head_values + place, mask=inside, other=0.0)

@@ -25,7 +25,7 @@ Rotation = tuple[Tensor, Tensor]
 
 class Attention(nn.Module):
     def __init__(self, spec: ModelSpec, number: int, index: int, comm: Comm, ops: Ops) -> None:
-        """number: of the layer in the model. index: among the layers of the stage that have attention."""
+        """number: of the layer in the model. index: of its keys, among the layers of the stage that have some."""
         super().__init__()
         attention = spec.layers[number].mixer
         assert isinstance(attention, AttentionSpec)
@@ -34,8 +34,10 @@ class Attention(nn.Module):
         qkv, output = spec.layers[number].list_mixer_matrices(spec.hidden_size)
         self.qkv = build_matrix(qkv, comm, ops)
         self.head_norm, self.projection_norm = _build_norms(attention, qkv, spec.norm.eps, comm)
-        num_values = share_units(qkv.outputs[2], comm).size // self.dim
-        self.value_norm = ValueNorm(num_values, spec.norm.eps) if attention.value_norm else None
+        self.value_norm: ValueNorm | None = None
+        if attention.value_norm and not attention.reads_back:
+            num_values = share_units(qkv.outputs[2], comm).size // self.dim
+            self.value_norm = ValueNorm(num_values, spec.norm.eps)
         self.output = build_matrix(output, comm, ops)
         self.num_gates = self.output.shape[1] if attention.gated else 0
         self.own_heads = share_of(attention.num_heads, comm)
@@ -54,7 +56,9 @@ class Attention(nn.Module):
         rows, residual = norm.prepare(hidden, residual, self.qkv, layout)
         num_tokens = len(rotation[0])
         projected = layout.trim(layout.column(rows, self.qkv), num_tokens)
-        heads = projected[:, self.num_gates :].view(num_tokens, -1, self.dim)  # [t, heads + 2 kv_heads, dim]
+        heads = projected[:, self.num_gates :].view(
+            num_tokens, -1, self.dim
+        )  # [t, heads + 2 kv_heads, dim] or [t, heads, dim]
         if self.projection_norm is not None:
             heads = self.projection_norm(heads)
         if self.value_norm is not None:
@@ -85,7 +89,10 @@ def _build_norms(
     if norm is None:
         return None, None
     queries = share_units(Units(attention.num_heads, dim), comm)
-    _, keys, _ = (share_units(units, comm) for units in qkv.outputs)
+    if attention.reads_back:
+        assert norm.over == "head", "a norm of a whole projection is of keys as well"
+        return HeadNorm(queries.size // dim, 0, dim, eps, norm.adds_one, qkv.outputs[0].order), None
+    keys = share_units(qkv.outputs[1], comm)
     if norm.over == "projection":
         return None, ProjectionNorm(queries, keys, eps, comm)
     order = qkv.outputs[1].order

@@ -29,7 +29,16 @@ from toka_async.model.activation_layout import ActivationLayout, LayoutPolicy, R
 from toka_async.model.attention import Rotation
 from toka_async.model.comm import Comm
 from toka_async.model.feed import build_feed
-from toka_async.model.layers import NoNorm, ResultNorm, ResultScale, RMSNorm, VocabularyMatrix, add_both
+from toka_async.model.layers import (
+    LayerInput,
+    LayerInputs,
+    NoNorm,
+    ResultNorm,
+    ResultScale,
+    RMSNorm,
+    VocabularyMatrix,
+    add_both,
+)
 from toka_async.model.matrices.matrix import MatrixUse
 from toka_async.model.matrices.ops import Ops
 from toka_async.model.matrices.part import WeightPart, make_unset
@@ -123,15 +132,20 @@ class Decoder(nn.Module):
         self.embedding = make_vocabulary(spec.embedding_matrix) if part.is_first else None
         # Rounded as the weights are, like the models that have one were trained.
         self.embedding_scale = torch.tensor(spec.embedding_scale, device="cpu").item()
+        own_input = spec.layers[part.first].input
+        self.input_size = 0 if own_input is None else own_input.size
+        self.inputs = LayerInputs(spec, comm, ops) if spec.layer_inputs and part.is_first else None
+        self.passed_sizes = [spec.hidden_size, spec.layer_inputs]
         turns = [_find_turn(spec, number) for number in range(part.first, part.last)]
         ropes = list(dict.fromkeys(turns))
         self.ropes = nn.ModuleList(Rope(rope, dim, ops.compute_rotation) for rope, dim in ropes)
-        counts = Counter[type]()
-        self.layers = nn.ModuleList()
-        for number, turn in enumerate(turns, part.first):
-            kind = type(spec.layers[number].mixer)
-            self.layers.append(Layer(spec, number, counts[kind], ropes.index(turn), comm, ops))
-            counts[kind] += 1
+        indices = _number_mixers(spec, part)
+        attentions = ((number, layer.mixer) for number, layer in enumerate(spec.layers))
+        self.readers = {n for n, each in attentions if isinstance(each, AttentionSpec) and each.reads_back}
+        self.layers = nn.ModuleList(
+            Layer(spec, number, index, ropes.index(turn), comm, ops)
+            for number, (index, turn) in enumerate(zip(indices, turns, strict=True), part.first)
+        )
         self.norm = build_norm(spec, ops) if part.is_last else None
         self.head: VocabularyMatrix | None = None
         if part.is_last:
@@ -144,7 +158,8 @@ class Decoder(nn.Module):
         """Returns normalised hidden states [t, hidden] of all tokens, or [w, hidden] of the wanted ones.
 
         inputs: token ids, int64 [t]; a later stage takes the output of the one before. A stage that is not the last
-        returns the residual [t, hidden] before the next layer's norm. positions: int64 [t]. wanted: int64 [w], indices
+        returns the residual [t, hidden] before the next layer's norm, and beside it the inputs of all layers, if they
+        have some. positions: int64 [t]. wanted: int64 [w], indices
         of tokens; the others leave their keys and values in every layer, which is all that later tokens need of them,
         and skip the rest of the last layer.
         """
@@ -153,29 +168,56 @@ class Decoder(nn.Module):
     def begin(self, inputs: Tensor, positions: Tensor, attention: AttentionBackend) -> tuple[Tensor, Tensor]:
         """Computes everything up to the last layer's attention: the part of a step in which all tokens are needed.
 
-        Returns what each token attends to, [t, the rank's heads * dim], and the residual [u, hidden].
+        Returns what each token attends to, [t, the rank's heads * dim], and the residual [u, hidden], beside which are
+        the inputs of layers that `finish` needs, if they have some.
         """
         layout = self.layouts.choose(len(inputs))
-        # [u, hidden] each
-        first = layout.take_own(inputs) if self.embedding is None else self._embed(inputs, layout)
+        first, of_layers = self._enter(inputs, layout)
         rotations = self.rotate(positions, first.dtype)
         hidden: Tensor | None = first
         residual: Tensor | None = None
         *layers, last = self.list_layers()
-        for layer in layers:
-            hidden, residual = layer(hidden, residual, rotations, attention, layout)
-        return last.attend(hidden, residual, rotations, attention, layout)
+        for number, layer in enumerate(layers, self.part.first):
+            hidden, residual = layer(
+                hidden, residual, rotations, attention, layout, self._take_input(of_layers, number)
+            )
+        attended, residual = last.attend(hidden, residual, rotations, attention, layout)
+        if of_layers is None:
+            return attended, residual
+        passed = self._take_input(of_layers, self.part.last - 1) if self.part.is_last else of_layers
+        assert passed is not None
+        return attended, torch.cat((residual, passed), 1)
 
     def finish(self, attended: Tensor, residual: Tensor, wanted: Tensor | None = None) -> Tensor:
         """Computes what follows `begin`, of all tokens or those wanted; see `forward`. May overwrite the residual."""
         num_tokens = len(attended)
         layout = self.layouts.choose(num_tokens)
-        hidden, residual = self.list_layers()[-1].finish(attended, residual, layout, wanted)
+        of_layers: Tensor | None = None
+        own: Tensor | None = None
+        if self.input_size:
+            residual, of_layers = residual.tensor_split([self.passed_sizes[0]], 1)
+            residual, own = residual.contiguous(), of_layers
+            if not self.part.is_last:
+                own = self._take_input(of_layers, self.part.last - 1)
+        hidden, residual = self.list_layers()[-1].finish(attended, residual, layout, wanted, own)
         if self.norm is None:
             total = residual if hidden is None else residual + hidden
-            return layout.trim(layout.gather(total), num_tokens)
+            passed = total if of_layers is None else torch.cat((total, of_layers), 1)
+            return layout.trim(layout.gather(passed), num_tokens)
         normed: Tensor = self.norm(hidden, residual)[0]
         return layout.trim(layout.gather(normed), num_tokens) if wanted is None else normed
+
+    def _enter(self, inputs: Tensor, layout: ActivationLayout) -> tuple[Tensor, Tensor | None]:
+        """Returns the first residual [u, hidden], and the inputs of all layers [u, n], if they have some."""
+        if self.embedding is None:
+            residual, of_layers = torch.split(layout.take_own(inputs), self.passed_sizes, 1)
+            return residual.contiguous(), of_layers if self.input_size else None
+        embedded = self._embed(inputs, layout)
+        return embedded, None if self.inputs is None else self.inputs(inputs, embedded, layout)
+
+    def _take_input(self, of_layers: Tensor | None, number: int) -> Tensor | None:
+        """Takes a layer's [u, size] of the inputs of all layers. number: of the layer in the model."""
+        return None if of_layers is None else of_layers[:, number * self.input_size : (number + 1) * self.input_size]
 
     def _embed(self, token_ids: Tensor, layout: ActivationLayout) -> Tensor:
         assert self.embedding is not None
@@ -210,6 +252,8 @@ class Decoder(nn.Module):
         """Yields every tensor that a checkpoint must have for this decoder, by name, and where it goes."""
         if self.embedding is not None:
             yield from self.embedding.parts()
+        if self.inputs is not None:
+            yield from self.inputs.parts()
         for index, layer in enumerate(self.list_layers(), self.part.first):
             for name, part in layer.parts():
                 yield f"model.layers.{index}.{name}", part
@@ -224,9 +268,12 @@ class Decoder(nn.Module):
 
     def needs_place(self, name: str) -> bool:
         """Tells whether a checkpoint's tensor is in the layers; others (a tied or value head) are harmless."""
-        match = re.match(r"model\.layers\.(\d+)\.", find_text_name(name))
-        is_own = match is not None and self.part.first <= int(match[1]) < self.part.last
-        return is_own and not name.endswith("rotary_emb.inv_freq") and not is_of_other_part(name)
+        match = re.match(r"model\.layers\.(\d+)\.(self_attn\.[kv]_)?", find_text_name(name))
+        if match is None or not self.part.first <= int(match[1]) < self.part.last:
+            return False
+        if match[2] and int(match[1]) in self.readers:
+            return False  # published checkpoints have keys and values that nothing reads
+        return not name.endswith("rotary_emb.inv_freq") and not is_of_other_part(name)
 
 
 class Layer(nn.Module):
@@ -247,6 +294,8 @@ class Layer(nn.Module):
         self.feed_norm = build_norm(spec, ops) if layer.norms.before_feed else NoNorm()
         self.feed_result = build_result(spec, layer.norms.after_feed, ops)
         self.feed = build_feed(layer, spec.hidden_size, comm, ops, adds=self.feed_result is None)
+        self.input = LayerInput(spec, layer, ops) if layer.input is not None else None
+        self.is_alone = comm.size == 1
         self.scalar = make_unset(1) if layer.scalar else None
 
     def forward(
@@ -256,9 +305,13 @@ class Layer(nn.Module):
         rotations: Sequence[Rotation],
         backend: AttentionBackend,
         layout: ActivationLayout,
+        own: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
-        """Returns what to add to the residual, and the residual: [u, hidden] each. May overwrite the given residual."""
-        return self.finish(*self.attend(hidden, residual, rotations, backend, layout), layout)
+        """Returns what to add to the residual, and the residual: [u, hidden] each. May overwrite the given residual.
+
+        own: the layer's input [u, size], if it has one.
+        """
+        return self.finish(*self.attend(hidden, residual, rotations, backend, layout), layout, own=own)
 
     def attend(
         self,
@@ -272,7 +325,12 @@ class Layer(nn.Module):
         return self.mixer(hidden, residual, self.mixer_norm, rotations[self.rotation], backend, layout)
 
     def finish(
-        self, mixed: Tensor, residual: Tensor, layout: ActivationLayout, wanted: Tensor | None = None
+        self,
+        mixed: Tensor,
+        residual: Tensor,
+        layout: ActivationLayout,
+        wanted: Tensor | None = None,
+        own: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         """Computes what follows the mixer, for all tokens or the wanted ones [w]. May overwrite the given residual.
 
@@ -280,6 +338,7 @@ class Layer(nn.Module):
         """
         if wanted is not None:
             mixed, residual = mixed.index_select(0, wanted), layout.gather(residual).index_select(0, wanted)
+            own = None if own is None else layout.gather(own.contiguous()).index_select(0, wanted)
             layout = layout.replicated
         output = self.mixer.output
         rows = output.take(layout.pad(mixed))
@@ -292,6 +351,10 @@ class Layer(nn.Module):
         if self.feed_result is not None:
             assert hidden is not None
             hidden = self.feed_result(hidden)
+        if self.input is not None:
+            assert own is not None
+            residual = add_both(hidden, residual)
+            hidden = self.input(residual, own)
         if self.scalar is not None:
             return None, add_both(hidden, residual) * self.scalar
         return hidden, residual
@@ -300,6 +363,8 @@ class Layer(nn.Module):
         yield from self.mixer.uses(normed=self.feed.adds)  # of the layer before, which is like this one
         yield MatrixUse(self.mixer.output, adds=self.adds)
         yield from self.feed.uses(normed=self.adds)
+        if self.input is not None and self.is_alone:  # ranks must round alike, but each chooses its own fastest product
+            yield from self.input.uses()
 
     def parts(self) -> Iterator[tuple[str, WeightPart]]:
         """Yields the tensors by their names in the layer."""
@@ -316,6 +381,25 @@ class Layer(nn.Module):
             yield self.scalar_name, WeightPart(self.scalar.data, (whole_of(1),), constant=1.0)
         yield from self.mixer.parts()
         yield from self.feed.parts()
+        if self.input is not None:
+            yield from self.input.parts()
+
+
+def _number_mixers(spec: ModelSpec, part: StagePart) -> list[int]:
+    """Returns of each layer of a stage the number of its mixer among those of its kind, see `build_mixer`.
+
+    Attention that reads another layer's keys has that layer's number.
+    """
+    counts = Counter[type]()
+    numbers: list[int] = []
+    for layer in spec.layers[part.first : part.last]:
+        mixer = layer.mixer
+        if isinstance(mixer, AttentionSpec) and mixer.reads_back:
+            numbers.append(numbers[-mixer.reads_back])
+            continue
+        numbers.append(counts[type(mixer)])
+        counts[type(mixer)] += 1
+    return numbers
 
 
 def _find_turn(spec: ModelSpec, number: int) -> tuple[RopeSpec | None, int]:

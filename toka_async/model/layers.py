@@ -1,4 +1,4 @@
-"""The parts of a decoder beside its matrices: the vocabulary, which tensor ranks split, and norms.
+"""The parts of a decoder beside its matrices: the vocabulary, which tensor ranks split, norms, and layers' inputs.
 
 Knows no file names and no model family.
 """
@@ -13,11 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toka_async.attention.base import QueryKeyNorm
+from toka_async.checkpoint.layer_spec import LayerSpec
 from toka_async.checkpoint.matrix_spec import MatrixSpec
+from toka_async.checkpoint.spec import ModelSpec
 from toka_async.model.activation_layout import ActivationLayout
-from toka_async.model.comm import Comm
+from toka_async.model.comm import Comm, LocalComm
+from toka_async.model.matrices.build import build_matrix
 from toka_async.model.matrices.dense import DenseMatrix
-from toka_async.model.matrices.matrix import Matrix, Rows
+from toka_async.model.matrices.matrix import Matrix, MatrixUse, Rows
 from toka_async.model.matrices.ops import Ops
 from toka_async.model.matrices.part import WeightPart, make_unset
 from toka_async.model.matrices.share import Share, padded_share_of, whole_of
@@ -235,8 +238,10 @@ class HeadNorm(nn.Module):
         return QueryKeyNorm(self.weight, self.eps)
 
     def parts(self) -> Iterator[tuple[str, WeightPart]]:
-        """Yields the checkpoint's one weight for all query heads, and the one for all key heads."""
+        """Yields the checkpoint's one weight for all query heads, and the one for all key heads, if there are any."""
         for name, weight in (("q", self.weight.data[: self.num_heads]), ("k", self.weight.data[self.num_heads :])):
+            if not len(weight):
+                continue
             yield f"self_attn.{name}_norm.weight", factor_part(weight, whole_of(self.dim), self.adds_one, self.order)
 
 
@@ -286,3 +291,61 @@ class ValueNorm(nn.Module):
         """Norms the values of [t, heads + 2 kv_heads, dim] in place."""
         values = heads[:, -self.num_kv_heads :]
         values.copy_(F.rms_norm(values, values.shape[-1:], None, self.eps))
+
+
+class LayerInputs(nn.Module):
+    """Makes the inputs of all layers (`LayerInputSpec`): of a token's id by a table, and of its embedding."""
+
+    def __init__(self, spec: ModelSpec, comm: Comm, ops: Ops) -> None:
+        super().__init__()
+        table, projection = spec.input_matrices
+        own = spec.layers[0].input
+        assert own is not None
+        self.table = VocabularyMatrix(table, comm, ops)
+        self.projection = build_matrix(projection, LocalComm(), ops)
+        self.norm = RMSNorm(own.size, spec.norm.eps, ops, spec.norm.adds_one)
+        # Rounded as the weights are, like the models that have one were trained.
+        self.table_scale = torch.tensor(own.size**0.5, device="cpu").item()
+
+    def forward(self, token_ids: Tensor, embedded: Tensor, layout: ActivationLayout) -> Tensor:
+        """int64 [t] and [u, hidden] to [u, inputs of all layers]."""
+        projected = self.projection.product(self.projection.take(embedded)) * embedded.shape[1] ** -0.5
+        normed: Tensor = self.norm(projected.view(-1, len(self.norm.weight)), None)[0].view_as(projected)
+        of_ids = self.table.embed(token_ids, layout) * self.table_scale
+        return (normed + of_ids).mul_(0.5**0.5)
+
+    def parts(self) -> Iterator[tuple[str, WeightPart]]:
+        yield from self.table.parts()
+        yield from self.projection.parts()
+        yield "model.per_layer_projection_norm.weight", self.norm.part()
+
+
+class LayerInput(nn.Module):
+    """What a layer makes of its input and the residual; see `LayerInputSpec`."""
+
+    def __init__(self, spec: ModelSpec, layer: LayerSpec, ops: Ops) -> None:
+        super().__init__()
+        own = layer.input
+        assert own is not None
+        self.norm_name, self.activation = own.norm, own.activation
+        gate, projection = layer.list_input_matrices(spec.hidden_size)
+        self.gate = build_matrix(gate, LocalComm(), ops)
+        self.projection = build_matrix(projection, LocalComm(), ops)
+        self.norm = ResultNorm(RMSNorm(spec.hidden_size, spec.norm.eps, ops, spec.norm.adds_one))
+        self.ops = ops
+
+    def forward(self, residual: Tensor, own: Tensor) -> Tensor:
+        """[u, hidden] and [u, size] to what is added to the residual."""
+        gate = self.gate.product(self.gate.take(residual))
+        gated = self.ops.gate(torch.cat((gate, own), 1), self.activation)
+        added: Tensor = self.norm(self.projection.product(self.projection.take(gated)))
+        return added
+
+    def uses(self) -> Iterator[MatrixUse]:
+        yield MatrixUse(self.gate)
+        yield MatrixUse(self.projection)
+
+    def parts(self) -> Iterator[tuple[str, WeightPart]]:
+        yield from self.gate.parts()
+        yield from self.projection.parts()
+        yield f"{self.norm_name}.weight", self.norm.part()

@@ -24,11 +24,11 @@ from toka_async.runner.micro_batches import LEAST_TOKENS, Cutter
 
 @dataclass(slots=True, frozen=True)
 class StageSetup:
-    """The parts of a stage. num_parts: micro-batches of a step, at most. hidden_size, dtype: of residuals."""
+    """The parts of a stage. num_parts: micro-batches of a step, at most. size, dtype: of what a token passes on."""
 
     links: StageLinks
     num_parts: int
-    hidden_size: int
+    size: int
     dtype: torch.dtype
     device: torch.device
     least_tokens: int = LEAST_TOKENS
@@ -42,7 +42,7 @@ class StageSetup:
         return self.links.after is None
 
     def make_residuals(self, num_rows: int) -> Tensor:
-        return torch.zeros(num_rows, self.hidden_size, dtype=self.dtype, device=self.device)
+        return torch.zeros(num_rows, self.size, dtype=self.dtype, device=self.device)
 
 
 class Pipeline:

@@ -255,6 +255,8 @@ class Core:
         elif isinstance(action, RANK_ACTIONS):
             if isinstance(action, BeginUpdate):
                 self._pauses.is_updating = True
+            elif isinstance(action, AbandonUpdate):
+                self._pauses.end_update(failed=True)
             elif isinstance(action, Sleep):
                 self._running.cache.begin_epoch()
             self._orders.add(message)
@@ -278,8 +280,6 @@ class Core:
                 self._pauses.end_update(failed=False)
             case SetVersion(version=version):
                 self._running.log.change_version(version)
-            case AbandonUpdate():
-                self._pauses.end_update(failed=True)
         return 0
 
     def _note_hold(self) -> None:

@@ -172,9 +172,9 @@ def count_token_bytes(
     """
     of_mixer = max(layer.mixer.count_values() for layer in spec.layers)
     of_feed = max(layer.feed.count_values(spec.hidden_size) for layer in spec.layers)
-    a_token = 4 * spec.hidden_size + of_feed + of_mixer
+    a_token = 4 * spec.passed_size + of_feed + of_mixer
     if num_parts > 1:
-        a_token = -(-(a_token + LINKED * spec.hidden_size) // num_parts)
+        a_token = -(-(a_token + LINKED * spec.passed_size) // num_parts)
     return a_token * dtype.itemsize + bytes_per_token(spec, stored or dtype)
 
 

@@ -41,11 +41,11 @@ def list_compile_tasks(
         return []
     tasks: list[Task] = []
     for kind, layers in spec.attention_kinds.items() if backend in ("auto", "triton") else ():
-        if kind.head_dim <= LARGEST_HEAD and not kind.soft_cap:
+        if kind.head_dim <= LARGEST_HEAD:
             shape = 1, _NUM_PAGES, kind.num_kv_heads, page_size, kind.head_dim
             cache = KVCache(*shape, dtype, device, stored=CacheFormat(stored))
             windows = [spec.windows[layer] for layer in layers]
-            tasks += list_triton_trials(cache, kind.num_heads, windows, kind.sinks)
+            tasks += list_triton_trials(cache, kind.num_heads, windows, kind.sinks, kind.soft_cap)
     if spec.vocab_size:
         from toka_async.runner.kernel_sampler import try_editing, try_sampling
 

@@ -58,7 +58,8 @@ def list_layer_trials(
         begin_rows(rows.order.to(order_dtype), *tables, page_size, zeros, given)
 
     own = [layer.feed for layer in spec.layers if not isinstance(layer.feed, ForeignFeedSpec)]
-    feeds = {(feed.inner, feed.activation) for feed in own}
+    inputs = [layer.input for layer in spec.layers if layer.input is not None]
+    feeds = {(feed.inner, feed.activation) for feed in own} | {(each.size, each.activation) for each in inputs}
     return [
         *(partial(append_rows, count, kind) for count in counts for kind in spec.attention_kinds),
         *(partial(norm_rows, count, adds=False) for count in counts),

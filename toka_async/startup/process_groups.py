@@ -84,11 +84,12 @@ def _make_options(device: torch.device) -> Any:
 
 
 def build_links(
-    pairs: StagePairs, tensor: Comm, hidden_size: int, dtype: torch.dtype, num_tokens: int, num_rows: int
+    pairs: StagePairs, tensor: Comm, size: int, dtype: torch.dtype, num_tokens: int, num_rows: int
 ) -> StageLinks:
     """Builds links with their buffers, and sends something on each: groups connect at their first use.
 
-    tensor: the ranks of this stage. num_tokens: of a micro-batch at most. num_rows: that one samples at most.
+    tensor: the ranks of this stage. size: of what a token passes on. num_tokens: of a micro-batch at most. num_rows:
+    that one samples at most.
     """
     place, device = pairs.place, pairs.device
     local = LocalComm()
@@ -98,7 +99,7 @@ def build_links(
 
     def make_residuals(comm: Comm) -> list[Tensor]:
         num_own = count_own_rows(num_tokens, comm)
-        return [torch.zeros(num_own, hidden_size, dtype=dtype, device=device) for _ in range(IN_FLIGHT)]
+        return [torch.zeros(num_own, size, dtype=dtype, device=device) for _ in range(IN_FLIGHT)]
 
     def make_tokens() -> list[Tensor]:
         # As many as are under way while the first stage computes the next.
@@ -114,7 +115,7 @@ def build_links(
             tokens_from_last=Receiver(pairs.back, 1, make_tokens()) if pairs.back is not None and is_first else None,
             tokens_to_first=Sender(pairs.back, 0, make_tokens()) if pairs.back is not None and is_last else None,
         )
-        _try(links, torch.zeros(1, hidden_size, dtype=dtype, device=device))
+        _try(links, torch.zeros(1, size, dtype=dtype, device=device))
     return links
 
 

@@ -243,8 +243,8 @@ class RunnerFactory:
         backend = self.config.attention.backend
         if self.invariant or backend not in ("auto", "flashinfer"):
             return True
-        head_dims = {attention.head_dim for attention in self.spec.attentions}
-        if any(explain_no_flashinfer(self.device, self.dtype, head_dim) for head_dim in head_dims):
+        kinds = self.spec.attention_kinds
+        if any(explain_no_flashinfer(self.device, self.dtype, kind.head_dim, kind.soft_cap) for kind in kinds):
             return True  # building attention says so where it matters
         is_there, reason = False, ""
         with self.stages.stage("FlashInfer", "looking for its modules"):
@@ -354,7 +354,7 @@ class RunnerFactory:
 
     def _try_capture(self, decoder: RankModel) -> None:
         """Leaves out graphs if a model's code, which is not ours, cannot be captured on every rank."""
-        width = 0 if self.part.is_first else self.spec.hidden_size
+        width = 0 if self.part.is_first else self.spec.passed_size
         can_capture = can_be_captured(decoder, self.rank_spec.attention.num_heads, width, self.dtype, self.device)
         if not self.groups.world.minimum(int(can_capture)):
             logger.warning("the model's code cannot be captured in CUDA graphs: decoding takes longer")
@@ -399,12 +399,10 @@ class RunnerFactory:
         """Connects this rank's stage, before memory is measured, as links take some; None without a pipeline."""
         if self.groups.pairs is None:
             return None
-        hidden_size, num_parts = self.spec.hidden_size, self.coords.num_micro_batches
+        size, num_parts = self.spec.passed_size, self.coords.num_micro_batches
         num_tokens = limit_part(self.limits, num_parts).max_tokens
-        links = build_links(
-            self.groups.pairs, self.groups.tensor, hidden_size, self.dtype, num_tokens, self.limits.max_seqs
-        )
-        return StageSetup(links, num_parts, hidden_size, self.dtype, self.device)
+        links = build_links(self.groups.pairs, self.groups.tensor, size, self.dtype, num_tokens, self.limits.max_seqs)
+        return StageSetup(links, num_parts, size, self.dtype, self.device)
 
     def _count_pages(
         self,

@@ -9,7 +9,14 @@ import torch
 from msgspec.structs import replace
 
 from toka_async.checkpoint.cost import count_stage_bytes
-from toka_async.checkpoint.division import StagePart, make_rank_spec, make_stage_spec, stage_parts, tensor_sizes
+from toka_async.checkpoint.division import (
+    StagePart,
+    join_layers,
+    make_rank_spec,
+    make_stage_spec,
+    stage_parts,
+    tensor_sizes,
+)
 from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.startup.memory import read_available_memory, read_free_cuda_memory
 
@@ -46,7 +53,7 @@ def advise(spec: ModelSpec, tp: int, dtype: torch.dtype, free: int) -> str:
     for size in tensor_sizes(spec):
         if tp < size <= MAX_TENSOR_RANKS and count_rank_bytes(spec, stage_parts(spec, 1, size)[0], size, dtype) < free:
             return f"set parallel.tp={size} (or parallel.pp), with as many GPUs"
-    for pp in range(2, spec.num_layers + 1):
+    for pp in range(2, len(join_layers(spec)) + 1):
         if all(count_rank_bytes(spec, part, tp, dtype) < free for part in stage_parts(spec, pp, tp)):
             return f"set parallel.pp={pp}, with {pp * tp} GPUs"
     return "use a smaller model"

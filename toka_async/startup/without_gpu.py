@@ -37,7 +37,8 @@ def compile_without_gpu(spec: ModelSpec, config: Config, stages: StartupProgress
     dtype: torch.dtype = getattr(torch, name)
     stored = name_dtype(resolve_stored_dtype(config.cache, dtype))
     # Its advice is for a start that must use FlashInfer.
-    reason, *_ = explain_no_flashinfer(torch.device("cuda"), dtype, spec.attention.head_dim).partition(";")
+    kind = spec.attention
+    reason, *_ = explain_no_flashinfer(torch.device("cuda"), dtype, kind.head_dim, kind.soft_cap).partition(";")
     if not reason:
         rank_spec = make_rank_spec(group_experts(spec, config.parallel.ep), config.parallel.tp)
         request = make_module_request(rank_spec, name, stored, architectures)

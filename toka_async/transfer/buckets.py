@@ -6,6 +6,7 @@ import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -53,14 +54,13 @@ class BucketWriter(ABC):
         self._infos, self._offsets, self._end = [], [], 0
         return infos, self._describe(offsets)
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._infos
+
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Filling]:
         """Fills the bucket as often as it takes. A filling has to be loaded before the next one is asked for."""
-        for name, tensor in tensors:
-            if not self.add(name, tensor):
-                yield self.take()
-                self.add(name, tensor)
-        if self._infos:
-            yield self.take()
+        return fill_in_turn([self], tensors)
 
     def close(self) -> None:
         self._bytes = None
@@ -94,9 +94,28 @@ class CudaWriter(BucketWriter):
     """A bucket in the memory of a GPU that ranks of the engine use too. It holds tensors of this GPU."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        super().__init__(torch.empty(num_bytes, dtype=torch.uint8, device=device))
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        super().__init__(buffer)
+        self._handle = share_cuda(buffer)
+        self._device = device
 
     def _describe(self, offsets: Sequence[int]) -> CudaBucket:
-        assert self._bytes is not None, "the bucket is closed"
-        torch.cuda.synchronize(self._bytes.device)
-        return CudaBucket(handles=(share_cuda(self._bytes),), offsets=tuple(offsets))
+        torch.cuda.synchronize(self._device)
+        return CudaBucket(handles=(self._handle,), offsets=tuple(offsets))
+
+
+def fill_in_turn(writers: Sequence[BucketWriter], tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Filling]:
+    """Fills buckets in turn, as often as it takes.
+
+    A bucket's filling has to be loaded before the next filling but `len(writers) - 1` is asked for. Raises
+    TransferError for a tensor that is larger than a bucket.
+    """
+    turns = cycle(writers)
+    writer = next(turns)
+    for name, tensor in tensors:
+        if not writer.add(name, tensor):
+            yield writer.take()
+            writer = next(turns)
+            writer.add(name, tensor)
+    if not writer.is_empty:
+        yield writer.take()

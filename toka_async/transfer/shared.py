@@ -28,6 +28,31 @@ def read_tensors(buffer: Tensor, infos: Sequence[TensorInfo], offsets: Sequence[
         yield info.name, info.view(buffer, offset)
 
 
+class OpenBuckets:
+    """Buckets that stay mapped until `close`: mapping one takes longer than copying from it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[tuple[str | bytes, int], Tensor] = {}
+
+    def open(self, bucket: ShmBucket | CudaBucket) -> Tensor:
+        """Returns the bytes [b] of a bucket. Raises TransferError."""
+        key: tuple[str | bytes, int]
+        if isinstance(bucket, ShmBucket):
+            key = bucket.name, find_inode(bucket.name)
+            if key not in self._buffers:
+                self._buffers[key] = open_shm(bucket)
+        else:
+            handle = find_handle(bucket, self._device)
+            key = handle.handle, handle.offset
+            if key not in self._buffers:
+                self._buffers[key] = open_cuda(handle, self._device)
+        return self._buffers[key]
+
+    def close(self) -> None:
+        self._buffers.clear()
+
+
 def open_shm(bucket: ShmBucket) -> Tensor:
     """Maps a bucket as bytes [b]; changes to them are not shared. Raises TransferError."""
     name = bucket.name.removeprefix("/")
@@ -44,14 +69,27 @@ def open_shm(bucket: ShmBucket) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def open_cuda(bucket: CudaBucket, device: torch.device) -> Tensor:
-    """Maps the bucket of this GPU as bytes [b]. Raises TransferError."""
+def find_inode(name: str) -> int:
+    """Tells files apart that have had the same name; 0 for none."""
+    try:
+        return (FOLDER / name.removeprefix("/")).stat(follow_symlinks=False).st_ino
+    except (OSError, ValueError):
+        return 0
+
+
+def find_handle(bucket: CudaBucket, device: torch.device) -> CudaHandle:
+    """Returns the handle for this GPU. Raises TransferError."""
     if device.type != "cuda":
         raise TransferError("a bucket of CUDA needs ranks on GPUs")
     own = name_gpu(device)
     handle = next((each for each in bucket.handles if each.gpu == own), None)
     if handle is None:
         raise TransferError(f"the bucket has no handle for GPU {own}")
+    return handle
+
+
+def open_cuda(handle: CudaHandle, device: torch.device) -> Tensor:
+    """Maps memory of this GPU as bytes [b]. Raises TransferError."""
     try:
         storage = torch.UntypedStorage._new_shared_cuda(
             device.index or 0,
@@ -64,7 +102,7 @@ def open_cuda(bucket: CudaBucket, device: torch.device) -> Tensor:
             handle.waits,
         )
     except RuntimeError as error:
-        raise TransferError(f"the bucket of GPU {own} cannot be mapped: {error}") from None
+        raise TransferError(f"the bucket of GPU {handle.gpu} cannot be mapped: {error}") from None
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 

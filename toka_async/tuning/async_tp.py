@@ -161,7 +161,7 @@ class LayoutTimes:
 def _cut_to_one_layer(spec: ModelSpec) -> ModelSpec:
     """Returns the model with its first layer that has attention alone."""
     first = next(layer for layer in spec.layers if layer.mixer is spec.attention)
-    return msgspec.structs.replace(spec, layers=(first,))
+    return msgspec.structs.replace(spec, layers=(msgspec.structs.replace(first, input=None),), layer_inputs=0)
 
 
 def _fall_back(asked: int | Literal["auto"], comm: Comm, world: Comm, reason: str) -> LayoutPolicy:

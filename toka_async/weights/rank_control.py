@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from toka_async.control import (
+    AbandonUpdate,
     BeginUpdate,
     Broadcast,
     Checksum,
@@ -37,7 +38,7 @@ from toka_async.model.decoder import RankModel
 from toka_async.transfer.deadline import Deadline
 from toka_async.transfer.errors import TransferError
 from toka_async.transfer.nccl import join_nccl
-from toka_async.transfer.shared import open_cuda, open_shm, read_tensors
+from toka_async.transfer.shared import OpenBuckets, read_tensors
 from toka_async.transfer.tensors import TensorInfo, read_infos
 from toka_async.transfer.torch_group import join_torch_group
 from toka_async.transfer.wire import BroadcastGroup, receive_tensors
@@ -85,6 +86,7 @@ class RankControl:
         self._catalog: WeightCatalog | None = None
         self._update: WeightUpdate | None = None
         self._groups: dict[str, BroadcastGroup] = {}
+        self._buckets = OpenBuckets(self._device)  # of the open update
 
     def run(self, control: Control) -> ControlDone:
         """Carries out an action, and waits for the device."""
@@ -110,15 +112,18 @@ class RankControl:
             case CloseTransfer(name=name):
                 self._close(name)
             case BeginUpdate():
-                self._update = None
+                self._end_update()
                 self._catalog = self._catalog or WeightCatalog(self._build_whole(self._find_dtype()))
                 self._update = WeightUpdate(self._decoder, self._parts, self._catalog)
             case LoadTensors():
                 self._load(control.action)
             case VerifyUpdate(partial=partial):
                 self._get_update().finish(partial)
+                self._buckets.close()
                 if self._device.type == "cuda":
                     torch.cuda.empty_cache()  # buffers of tensors, which the cache of keys and values left no room for
+            case AbandonUpdate():
+                self._end_update()
             case Checksum():
                 return tuple(sum_parts(self._parts, self._tensor_rank))
             case Sleep():
@@ -134,6 +139,10 @@ class RankControl:
     def _find_dtype(self) -> torch.dtype:
         """That of the weights that are not quantized: embeddings and norms never are."""
         return next(part.target.dtype for part in self._parts.values() if part.target.itemsize > 1)
+
+    def _end_update(self) -> None:
+        self._update = None
+        self._buckets.close()
 
     def _get_update(self) -> WeightUpdate:
         if self._update is None:
@@ -193,7 +202,5 @@ class RankControl:
                 if group is None:
                     raise TransferError(f"no transfer {name!r} is open")
                 return receive_tensors(group, infos, deadline, buffer_bytes)
-            case ShmBucket(offsets=offsets):
-                return read_tensors(open_shm(source), infos, offsets)
-            case CudaBucket(offsets=offsets):
-                return read_tensors(open_cuda(source, self._device), infos, offsets)
+            case ShmBucket(offsets=offsets) | CudaBucket(offsets=offsets):
+                return read_tensors(self._buckets.open(source), infos, offsets)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.cases.models import make_checkpoint
-from toka_async.attention.kv_cache import E4M3, CacheFormat, KVCache, LayerScales, bytes_per_token
+from toka_async.attention.kv_cache import E4M3, CacheFormat, KVCache, LayerScales, bytes_per_token, make_caches
 from toka_async.checkpoint.spec import read_spec
 
 
@@ -39,6 +39,14 @@ def test_scales() -> None:
     assert filled_cache(CacheFormat(E4M3, scales)).scales == scales
     with pytest.raises(AssertionError):
         filled_cache(CacheFormat(torch.float32, scales))
+
+
+def test_scales_are_of_the_layers_that_keep_keys(tmp_path: Path) -> None:
+    """Of a hybrid's layers, the second and the fourth have attention."""
+    spec = read_spec(make_checkpoint(tmp_path, "qwen3_next"))
+    scales = tuple(LayerScales(number, 10.0 + number) for number in range(4))
+    (cache,) = make_caches(spec, 1, 1, torch.float32, torch.device("cpu"), stored=CacheFormat(E4M3, scales))
+    assert [cache.scales[layer] for layer in range(2)] == [scales[1], scales[3]]
 
 
 def test_bytes_per_token(tmp_path: Path) -> None:

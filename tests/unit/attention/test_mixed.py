@@ -39,7 +39,9 @@ class Graph:
         attention: MixedGraphAttention | None = None,
     ) -> None:
         self.case = case
-        self.attention = attention or MixedGraphAttention(case.cache, case.windows, case._decode, case._chunks)
+        self.attention = attention or MixedGraphAttention(
+            case.cache, case.heads, case.windows, case._decode, case._chunks
+        )
         self.chunks = torch.zeros(self.attention.count_chunk_cells(num_tokens, num_rows), dtype=torch.int32)
         self.chunks = self.chunks.to(DEVICE)
         table = case.batch.page_table
@@ -77,7 +79,7 @@ class Graph:
         other = KVCache(len(case.windows), case.num_pages, 2, cache.page_size, DIM, torch.float32, DEVICE)
         for target, source in zip(other.keys + other.values, cache.keys + cache.values, strict=True):
             target.copy_(source)
-        reference = ReferenceAttention(other, case.heads, case.windows, limits=ALONE)
+        reference = ReferenceAttention(other, case.heads, case.windows, limits=ALONE, soft_cap=case.soft_cap)
         reference.plan(batch)
         self.fill(batch)
         for layer in range(len(case.windows)):

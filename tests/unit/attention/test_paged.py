@@ -15,8 +15,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.drivers.paged_rows import make_batch
-from toka_async.attention.base import AttentionBatch, PrefixGroup, QueryKeyNorm
+from toka_async.attention.base import AttentionBackend, AttentionBatch, PrefixGroup, QueryKeyNorm
 from toka_async.attention.blocks import TileLimits
+from toka_async.attention.invariant.by_token import TokenAttention
 from toka_async.attention.kv_cache import CacheFormat, KVCache, LayerScales
 from toka_async.attention.paged import PagedAttention
 from toka_async.attention.reference import ReferenceAttention
@@ -63,6 +64,7 @@ class Case:
             tensor.copy_(self._normal(*tensor.shape))
         self.norm = QueryKeyNorm(self._normal(self.heads + self.kv_heads, DIM), 1e-6) if seed % 2 else None
         self.sinks = 4 * self._normal(self.heads) if seed % 2 else None
+        self.soft_cap = 1.5 if seed % 3 == 1 else 0.0
         self.backend = PagedAttention(self.cache, self.heads, windows, self._decode, self._chunks)
         self.num_sms = num_sms
         for decode in self.backend.decodes.values():
@@ -76,7 +78,7 @@ class Case:
         other = self._make_cache(cache.page_size)
         for target, source in zip(other.keys + other.values, cache.keys + cache.values, strict=True):
             target.copy_(source)
-        reference = ReferenceAttention(other, self.heads, self.windows, limits=ALONE)
+        reference = ReferenceAttention(other, self.heads, self.windows, limits=ALONE, soft_cap=self.soft_cap)
         reference.plan(batch)
         if not graph:
             self.backend.plan(batch)
@@ -96,10 +98,10 @@ class Case:
         return KVCache(*shape, torch.float32, DEVICE, stored=self.stored)
 
     def _decode(self) -> TritonDecode:
-        return TritonDecode(self.cache, self.heads)
+        return TritonDecode(self.cache, self.heads, soft_cap=self.soft_cap)
 
     def _chunks(self) -> TritonChunks:
-        return TritonChunks(self.cache, self.heads)
+        return TritonChunks(self.cache, self.heads, soft_cap=self.soft_cap)
 
     def _new_pages(self, num_tokens: int, page_size: int) -> list[int]:
         count = -(-num_tokens // page_size)
@@ -139,6 +141,27 @@ def test_equals_the_reference(
         contexts = [3]
     case = Case(seed, page_size, groups, contexts, chunks, windows, num_sms)
     case.check(case.batch)
+
+
+def test_queries_alone_read_what_another_layer_wrote() -> None:
+    case = Case(1, 5, [(3, 2)], [9], [(12, 7)], (7,))
+    backends: list[AttentionBackend] = [case.backend]
+    backends.append(ReferenceAttention(case.cache, case.heads, case.windows))
+    backends.append(TokenAttention(case.cache, case.heads, case.windows))
+    tokens = len(case.batch.write_indices)
+    heads = case._normal(tokens, case.heads + 2 * case.kv_heads, DIM)
+    angles = case._normal(tokens, 1, DIM // 2)
+    rotation = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
+    assert case.norm is not None
+    norm = QueryKeyNorm(case.norm.weight[: case.heads], case.norm.eps)
+    for backend in backends:
+        backend.plan(case.batch)
+        whole = backend.attend(0, heads, rotation, case.norm)
+        before = [tensor.clone() for tensor in (case.cache.keys[0], case.cache.values[0])]
+        alone = backend.attend(0, heads[:, : case.heads].contiguous(), rotation, norm)
+        torch.testing.assert_close(alone, whole, atol=1e-6, rtol=1e-6)
+        assert torch.equal(case.cache.keys[0], before[0])
+        assert torch.equal(case.cache.values[0], before[1])
 
 
 @pytest.mark.parametrize("windows", [(0, 0), (7, 0)])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.cases.models import heads, make_checkpoint
+from tests.cases.models import GEMMA4_SMALL, heads, make_checkpoint
 from toka_async.checkpoint.division import (
     all_layers,
     check_division,
@@ -127,6 +127,19 @@ def test_parts_of_stages_follow_each_other(tmp_path: Path) -> None:
     assert stage_parts(spec, 1, 1) == [all_layers(spec)]
     with pytest.raises(ModelError, match=r"^parallel\.pp=8: the model has 7 layers; use at most 7$"):
         check_division(spec, 8, 1)
+
+
+def test_layers_that_read_the_keys_of_others_are_in_their_stage(tmp_path: Path) -> None:
+    """The last three of six read those of the second and the third."""
+    spec = read_spec(make_checkpoint(tmp_path, "gemma4_text", **GEMMA4_SMALL))
+    assert [each.reads_back for each in spec.all_attentions] == [0, 0, 0, 2, 3, 3]
+    assert [(part.first, part.last) for part in stage_parts(spec, 2, 1)] == [(0, 1), (1, 6)]
+    check_division(spec, 2, 1)
+    message = (
+        r"^parallel\.pp=3: the model has 6 layers, and those from 1 to 5 read each other's keys, .*; use at most 2$"
+    )
+    with pytest.raises(ModelError, match=message):
+        check_division(spec, 3, 1)
 
 
 def test_blocks_of_scales_are_not_cut(tmp_path: Path) -> None:

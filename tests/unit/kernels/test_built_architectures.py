@@ -32,6 +32,8 @@ MOST_STACK = 1024  # bytes of a thread for registers that do not suffice
 CASES: list[Case] = [  # what takes most shared memory, and each kind of kernel once; compiling all takes minutes
     (86, "attention", {"dtype": BF16, "dim": 256, "group": 7, "page_size": 64}),
     (90, "attention", {"dtype": FP16, "dim": 64, "group": 7, "page_size": 64, "windows": (0, 512), "has_sinks": True}),
+    (86, "attention", {"dtype": BF16, "dim": 512, "group": 8, "soft_cap": 50.0}),
+    (86, "invariant", {"dtype": BF16, "dim": 512, "group": 8, "soft_cap": 50.0}),
     (89, "attention", {"dtype": BF16, "dim": 128, "group": 4, "stored": E4M3}),
     (90, "attention", {"dtype": BF16, "dim": 64, "group": 8, "stored": E4M3}),
     (86, "layer", {"dtype": BF16, "dim": 128, "hidden": 4096}),
@@ -48,12 +50,20 @@ EVERY: list[Case] = [
     *(
         (arch, "attention", {"dtype": dtype, "dim": dim, "group": group, "page_size": page_size, "windows": (0, 512)})
         for arch, dtype, dim, (group, page_size) in itertools.product(
-            SHARED_MEMORY, (BF16, FP16, FP32), (64, 128, 256), ((1, 1), (4, 16), (7, 16), (8, 64))
+            SHARED_MEMORY, (BF16, FP16, FP32), (64, 128, 256, 512), ((1, 1), (4, 16), (7, 16), (8, 64))
         )
     ),
     *(
         (arch, "attention", {"dtype": dtype, "dim": dim, "group": 4, "windows": (0, 512), "stored": E4M3})
-        for arch, dtype, dim in itertools.product((89, 90, 100, 120), (BF16, FP16, FP32), (64, 128, 256))
+        for arch, dtype, dim in itertools.product((89, 90, 100, 120), (BF16, FP16, FP32), (64, 128, 256, 512))
+    ),
+    *(
+        (arch, "attention", {"dtype": dtype, "dim": 256, "group": 2, "windows": (0, 4096), "soft_cap": 50.0})
+        for arch, dtype in itertools.product(SHARED_MEMORY, (BF16, FP32))
+    ),
+    *(
+        (arch, "invariant", {"dtype": dtype, "dim": dim, "group": 8})
+        for arch, dtype, dim in itertools.product(SHARED_MEMORY, (BF16, FP16, FP32), (64, 128, 256, 512))
     ),
     *(
         (arch, "attention", {"dtype": BF16, "dim": 64, "group": 8, "windows": (0, 128), "has_sinks": True})

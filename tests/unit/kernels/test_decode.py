@@ -37,6 +37,7 @@ def run(
     config: DecodeConfig | None = None,
     output: Tensor | None = None,
     sinks: Tensor | None = None,
+    soft_cap: float = 0.0,
 ) -> Tensor:
     output = torch.full_like(query, torch.nan) if output is None else output
     config = config or decode_config(case.dim, case.dtype)
@@ -59,6 +60,7 @@ def run(
         partial,
         case.value_scale,
         sinks,
+        soft_cap,
     )
     return output
 
@@ -73,10 +75,12 @@ def divided(case: PagedCase, how: str, skip: Tensor | None = None, window: int =
     return divide_keys(case.contexts, num_rows, skip, window, num_programs=2, is_split=how == "split")
 
 
-def expected(case: PagedCase, query: Tensor, window: int = 0, sinks: Tensor | None = None) -> Tensor:
+def expected(
+    case: PagedCase, query: Tensor, window: int = 0, sinks: Tensor | None = None, soft_cap: float = 0.0
+) -> Tensor:
     firsts = [max(0, length - window) if window else 0 for length in case.lengths]
     rows = [
-        case.attend(query[row], row, first, length, SCALE, sinks)[0]
+        case.attend(query[row], row, first, length, SCALE, sinks, soft_cap)[0]
         for row, (first, length) in enumerate(zip(firsts, case.lengths, strict=True))
     ]
     return torch.stack(rows).to(query.dtype)
@@ -109,6 +113,28 @@ def test_long_rows_beside_short_ones(window: int) -> None:
     parts = {row: count for row, _, count in work.items.tolist() if row >= 0}
     assert parts == {1: 3, 3: 3, 0: 1, 2: 1, 4: 1} if window else {1: 4, 3: 3, 0: 1, 2: 1, 4: 1}
     torch.testing.assert_close(run(case, query, window, work=work), expected(case, query, window), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", ["whole", "alike"])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_soft_caps(dtype: torch.dtype, how: str, has_sinks: bool) -> None:
+    """Scores reach far beyond the cap; those of sinks are not limited."""
+    case = PagedCase(1, [70, 5], 16, 2, 3, 16, DEVICE, dtype, is_e4m3=dtype == torch.bfloat16)
+    query, sinks = 8 * case.normal(2, case.heads, case.dim), 4 * case.normal(case.heads) if has_sinks else None
+    output = run(case, query, 30, work=divided(case, how, window=30), sinks=sinks, soft_cap=2.5)
+    tolerance = TOLERANCE.get(dtype, 1e-5) * case.value_scale
+    torch.testing.assert_close(output, expected(case, query, 30, sinks, 2.5), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dim", [256, 512])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wide_heads(dim: int, dtype: torch.dtype) -> None:
+    case = PagedCase(2, [70, 5], 16, 1, 4, dim, DEVICE, dtype)
+    query = 0.2 * case.normal(2, case.heads, case.dim)
+    output = run(case, query, work=divided(case, "alike"))
+    tolerance = TOLERANCE.get(dtype, 1e-5)
+    torch.testing.assert_close(output, expected(case, query), atol=tolerance, rtol=tolerance)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)

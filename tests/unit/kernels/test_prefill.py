@@ -32,23 +32,25 @@ def check_chunks(
     num_programs: int = 0,
     is_split: bool = False,
     has_sinks: bool = False,
+    soft_cap: float = 0.0,
+    scale_of_queries: float = 1.0,
 ) -> None:
     """Each row's keys are cut into a context and a chunk, whose last tile is the shortest."""
     sinks = 4 * case.normal(case.heads) if has_sinks else None
     tiles, expected = [], []
     size, token = config.queries(case.group), 0
     chunks = [max(1, length * 2 // 3) for length in case.lengths]
-    query = case.normal(sum(chunks), case.heads, case.dim)
+    query = scale_of_queries * case.normal(sum(chunks), case.heads, case.dim)
     for row, (length, chunk) in enumerate(zip(case.lengths, chunks, strict=True)):
         for offset in range(0, chunk, size):
             tiles.append((row, token + offset, min(size, chunk - offset), length - chunk + offset + 1))
         for end in range(length - chunk + 1, length + 1):
             first = max(0, end - window) if window else 0
-            expected.append(case.attend(query[token], row, first, end, SCALE, sinks)[0])
+            expected.append(case.attend(query[token], row, first, end, SCALE, sinks, soft_cap)[0])
             token += 1
     output = torch.full_like(query, math.nan)
     part_keys = 2 * config.block_keys if is_split else 0
-    attend_in_parts(case, query, tiles, output, window, config, part_keys, num_programs, sinks)
+    attend_in_parts(case, query, tiles, output, window, config, part_keys, num_programs, sinks, soft_cap)
     tolerance = TOLERANCE[case.dtype] * case.value_scale
     torch.testing.assert_close(output, torch.stack(expected).to(case.dtype), atol=tolerance, rtol=tolerance)
 
@@ -63,6 +65,7 @@ def attend_in_parts(
     part_keys: int,
     num_programs: int,
     sinks: torch.Tensor | None,
+    soft_cap: float,
 ) -> None:
     """Each tile has a part for each `part_keys` keys; 0: it has one."""
     of_parts: list[Tile] = []
@@ -100,6 +103,7 @@ def attend_in_parts(
         partial,
         case.value_scale,
         sinks,
+        soft_cap,
     )
     if merged:
         merge(partial, torch.tensor(merged, dtype=torch.int32, device=DEVICE), size, output)
@@ -155,6 +159,22 @@ def test_sinks_count_once(dtype: torch.dtype, window: int, is_split: bool) -> No
     check_chunks(case, window, SMALL, is_split=is_split, has_sinks=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_soft_caps(dtype: torch.dtype, window: int, is_split: bool) -> None:
+    """Scores reach far beyond the cap; those of sinks are not limited."""
+    case = PagedCase(window, [70, 5], 16, 2, 3, 16, DEVICE, dtype, is_e4m3=dtype == torch.bfloat16)
+    check_chunks(case, window, SMALL, is_split=is_split, has_sinks=is_split, soft_cap=2.5, scale_of_queries=8.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_wide_heads(dtype: torch.dtype) -> None:
+    case = PagedCase(0, [40], 16, 1, 4, 512, DEVICE, dtype)
+    for config in list_prefill_configs(512, 4, dtype):
+        check_chunks(case, 0, config, scale_of_queries=0.2)
+
+
 def test_parts_as_configured() -> None:
     case = PagedCase(0, [150], 16, 1, 4, 64, DEVICE, torch.bfloat16)
     check_chunks(case, 0, list_prefill_configs(64, 4, torch.bfloat16)[0], is_split=True)
@@ -182,7 +202,14 @@ def test_prefixes(
     check_prefixes(case, counts, num_pages, splits, SMALL)
 
 
-def check_prefixes(case: PagedCase, counts: list[int], num_pages: int, splits: int, config: PrefillConfig) -> None:
+def test_prefixes_with_a_soft_cap() -> None:
+    case = PagedCase(0, [33] * 3, 16, 2, 3, 16, DEVICE)
+    check_prefixes(case, [5, 2], 2, 2, SMALL, soft_cap=0.5)
+
+
+def check_prefixes(
+    case: PagedCase, counts: list[int], num_pages: int, splits: int, config: PrefillConfig, soft_cap: float = 0.0
+) -> None:
     """The first row is in no group, each group reads the pages of one row; splits are merged to the whole.
 
     The result is that of the numbers as they are stored, without the scale of values.
@@ -195,10 +222,11 @@ def check_prefixes(case: PagedCase, counts: list[int], num_pages: int, splits: i
         token += count
     output = torch.full((splits, *query.shape), math.nan, device=DEVICE)
     result = Partial(output, torch.full(output.shape[:3], math.nan, device=DEVICE))
-    attend_prefixes(query, *case.cache, tile_table(tiles), len(tiles), result, SCALE * case.key_scale, config)
+    options = SCALE * case.key_scale, config, soft_cap
+    attend_prefixes(query, *case.cache, tile_table(tiles), len(tiles), result, *options)
     assert result.output[:, 0].isnan().all(), "the row in no group is left alone"
     owners = [row for row, count in enumerate(counts, 1) for _ in range(count)]
-    exact = [case.attend(query[1 + i], row, 0, keys, SCALE) for i, row in enumerate(owners)]
+    exact = [case.attend(query[1 + i], row, 0, keys, SCALE, None, soft_cap) for i, row in enumerate(owners)]
     lse = torch.logsumexp(result.lse[:, 1:] * math.log(2), 0) / math.log(2)
     tolerance = TOLERANCE[case.dtype]
     torch.testing.assert_close(lse, torch.stack([x for _, x in exact]).float(), atol=tolerance, rtol=tolerance)

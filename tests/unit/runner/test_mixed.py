@@ -239,7 +239,7 @@ def test_a_decoder_computes_the_same_tokens(model_dir: Path, monkeypatch: pytest
             partial(TritonDecode, cache, spec.attention.num_heads),
             partial(TritonChunks, cache, spec.attention.num_heads),
         )
-        mixed = MixedGraphAttention(cache, spec.windows, decode, chunks)
+        mixed = MixedGraphAttention(cache, spec.attention.num_heads, spec.windows, decode, chunks)
         built = BuiltAttention(ReferenceAttention(cache, spec.attention.num_heads, spec.windows), mixed=mixed)
         return Runner(ready, cpu, decoder, cache, built)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from tests.cases.models import make_checkpoint
+from tests.cases.models import GEMMA4_SMALL, make_checkpoint
 from tests.drivers.core import CoreDriver, Received
 from tests.drivers.page_rank import submit
 from tests.drivers.stage_runners import StageRunners, setups, stage_runners
@@ -85,7 +85,7 @@ def in_stages(folder: Path, num_stages: int, num_parts: int, ready: Ready = READ
 
     if num_stages == 1:
         return StageRunners([runner(None, 0)])
-    return stage_runners(runner, setups(num_stages, num_parts, spec.hidden_size, torch.float32))
+    return stage_runners(runner, setups(num_stages, num_parts, spec.passed_size, torch.float32))
 
 
 def answers(rank: StageRunners, ready: Ready = READY) -> list[Received]:
@@ -130,6 +130,12 @@ def test_stages_give_back_pages_behind_windows(
 ) -> None:
     """Some stages have only layers with a window, some only others. Here the model alone gives nothing back."""
     check(answers(in_stages(folder, num_stages, num_parts, WINDOWED), WINDOWED), whole)
+
+
+def test_stages_pass_on_the_inputs_of_layers(tmp_path: Path) -> None:
+    """Beside residuals. The last stage has all layers that read others' keys."""
+    folder = make_checkpoint(tmp_path, "gemma4_text", **(GEMMA4_SMALL | {"global_head_dim": 8}))
+    check(answers(in_stages(folder, 2, 3)), answers(in_stages(folder, 1, 1)))
 
 
 def test_stages_keep_the_states_of_their_layers(hybrid: Path) -> None:

@@ -86,6 +86,7 @@ def test_a_failed_update_is_a_pause() -> None:
     core.control(BeginUpdate())
     core.obey()
     core.control(AbandonUpdate())
+    core.obey()  # ranks let go of the trainer's memory
     late = core.submit(submit(1, PROMPT, max_tokens=2))
     assert not core.turn()
     core.control(Resume())

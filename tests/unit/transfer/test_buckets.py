@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.drivers.weight_updates import shared_bucket
 from toka_async.control import ShmBucket
+from toka_async.transfer.buckets import Filling, fill_in_turn
 from toka_async.transfer.errors import TransferError
 from toka_async.transfer.shared import open_shm, read_tensors
 
@@ -31,6 +33,26 @@ def test_tensors_are_divided_among_fillings() -> None:
             assert [[info.name for info in infos] for infos, _ in writer.fill(TENSORS)] == names
     with shared_bucket(16) as writer, pytest.raises(TransferError, match="a has 20 bytes, the bucket 16"):
         list(writer.fill(TENSORS))
+
+
+def read(filling: Filling) -> dict[str, Tensor]:
+    infos, bucket = filling
+    assert isinstance(bucket, ShmBucket)
+    return dict(read_tensors(open_shm(bucket), infos, bucket.offsets))
+
+
+def test_a_bucket_stays_as_it_is_while_the_other_is_filled() -> None:
+    tensors = [(name, torch.full((8,), float(i))) for i, name in enumerate("abcde")]
+    found: dict[str, Tensor] = {}
+    with shared_bucket(32) as first, shared_bucket(32) as second:
+        fillings = fill_in_turn([first, second], tensors)
+        before = next(fillings)
+        for filling in fillings:
+            found |= {name: tensor.clone() for name, tensor in read(before).items()}
+            before = filling
+        found |= {name: tensor.clone() for name, tensor in read(before).items()}
+    assert list(found) == [*"abcde"]
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors)
 
 
 def test_a_tensor_is_copied_when_it_is_added() -> None:

@@ -35,15 +35,15 @@ def build_invariant_attention(
     Raises ModelError when the backend cannot attend over this cache; the message says why, and what can.
     """
     assert backend != "flashinfer", "a kernel of its own for decoding rows, split by the batch"
-    if resolve_backend(backend, cache, soft_cap) == "reference":
+    if resolve_backend(backend, cache) == "reference":
         return BuiltAttention(TokenAttention(cache, num_heads, windows, scale, soft_cap), pays=no_group_pays)
     from toka_async.attention.paged import PagedAttention
 
     def make_decode() -> InvariantDecode:
-        return InvariantDecode(cache, num_heads, max_seqs, scale)
+        return InvariantDecode(cache, num_heads, max_seqs, scale, soft_cap)
 
     def make_chunks() -> InvariantChunks:
-        return InvariantChunks(cache, num_heads, scale)
+        return InvariantChunks(cache, num_heads, scale, soft_cap)
 
     paged = PagedAttention(cache, num_heads, windows, make_decode, make_chunks)
     return BuiltAttention(paged, paged, pays=no_group_pays)
@@ -57,11 +57,12 @@ def no_group_pays(num_rows: int, num_tokens: int) -> bool:  # noqa: ARG001
 class TileRunner:
     """Runs the kernel over tiles of the batch that was planned."""
 
-    def __init__(self, cache: KVCache, num_heads: int, scale: float | None) -> None:
+    def __init__(self, cache: KVCache, num_heads: int, scale: float | None, soft_cap: float) -> None:
         from toka_async.kernels.invariant.attention import choose_query_tile
 
         group_size = num_heads // cache.num_kv_heads
         self.cache = cache
+        self.soft_cap = soft_cap
         self.scale = scale if scale is not None else cache.head_dim**-0.5
         self.config = choose_query_tile(cache.head_dim, group_size, cache.dtype)
         self.num_queries = self.config.count_queries(group_size)
@@ -86,14 +87,17 @@ class TileRunner:
             self.config,
             scales.values,
             sinks,
+            self.soft_cap,
         )
 
 
 class InvariantDecode:
     """`GraphDecodePart` with a tile for each row, made on the device: a plan and its capture are alike."""
 
-    def __init__(self, cache: KVCache, num_heads: int, max_seqs: int, scale: float | None = None) -> None:
-        self.runner = TileRunner(cache, num_heads, scale)
+    def __init__(
+        self, cache: KVCache, num_heads: int, max_seqs: int, scale: float | None = None, soft_cap: float = 0.0
+    ) -> None:
+        self.runner = TileRunner(cache, num_heads, scale, soft_cap)
         self.rows = torch.arange(max_seqs, dtype=torch.int32, device=cache.device)
         self.ones = torch.ones_like(self.rows)
 
@@ -119,8 +123,8 @@ class InvariantDecode:
 class InvariantChunks:
     """`PrefillKernel` that cuts chunks into tiles, the longest first."""
 
-    def __init__(self, cache: KVCache, num_heads: int, scale: float | None = None) -> None:
-        self.runner = TileRunner(cache, num_heads, scale)
+    def __init__(self, cache: KVCache, num_heads: int, scale: float | None = None, soft_cap: float = 0.0) -> None:
+        self.runner = TileRunner(cache, num_heads, scale, soft_cap)
 
     def plan(self, batch: AttentionBatch, window: int) -> None:
         tiles = cut_tiles(batch, self.runner.num_queries)

@@ -61,7 +61,7 @@ class TokenAttention:
         norm: QueryKeyNorm | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        query = append_tokens(self.cache, layer, self.write_slots, heads, rotation, norm)
+        query = append_tokens(self.cache, layer, self.num_heads, self.write_slots, heads, rotation, norm)
         output, scales = torch.empty_like(query), self.cache.scales[layer]
         for token, seen in enumerate(self.plans[self.windows[layer]]):
             keys, values = self._gather(self.cache.keys[layer], seen), self._gather(self.cache.values[layer], seen)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toka_async.kernels.decode import LOG2E, load_sinks
+from toka_async.kernels.decode import cap_scores, fold_soft_cap, load_sinks
 from toka_async.kernels.stored import choose_operand, to_operand
 
 
@@ -33,10 +33,15 @@ class QueryTile:
 
 
 def choose_query_tile(head_dim: int, group_size: int, dtype: torch.dtype) -> QueryTile:
-    """Chooses the one tile for decoding rows and chunks: 64 query heads are the fewest that Hopper multiplies fast."""
+    """Chooses the one tile for decoding rows and chunks: 64 query heads are the fewest that Hopper multiplies fast.
+
+    Of heads beyond 256 dimensions, no more than 32 fit the shared memory of small chips.
+    """
     least = triton.next_power_of_2(group_size)
     if dtype == torch.float32:
         return QueryTile(max(16, least), 32 if head_dim <= 128 else 16, num_warps=4, num_stages=1)
+    if head_dim > 256:
+        return QueryTile(max(32, least), 16, num_warps=4, num_stages=1)
     return QueryTile(max(64, least), 64 if head_dim <= 128 else 32, num_warps=4, num_stages=2)
 
 
@@ -53,13 +58,14 @@ def attend_tiles(
     config: QueryTile,
     value_scale: float = 1.0,
     sinks: Tensor | None = None,
+    soft_cap: float = 0.0,
 ) -> None:
     """Writes causal attention of the tiles' queries to output; both are [tokens, heads, dim] and contiguous.
 
     keys, values [pages, kv_heads, page_size, dim]; page_table int32 [slots, width]; slots int64 [rows]. tiles int32 [n,
     4]: each tile's row, its first query, its number of queries (at most those of `config`) and the keys that the first
     query sees; each further query sees one more. A query sees the last `window` of them, 0: all.
-    value_scale: multiplies the result. sinks [heads]: see `kernels.decode.decode_attention`.
+    value_scale: multiplies the result. sinks [heads], soft_cap: see `kernels.decode.decode_attention`.
     """
     num_heads, dim = query.shape[1:]
     kv_heads, page_size = keys.shape[1:3]
@@ -68,6 +74,7 @@ def attend_tiles(
     assert output.is_contiguous()
     assert tiles.is_contiguous()
     assert group <= config.block_queries
+    factor, limit = fold_soft_cap(scale, soft_cap)
     _attend_tile[len(tiles), kv_heads](
         query,
         keys,
@@ -77,7 +84,7 @@ def attend_tiles(
         tiles,
         output,
         sinks,
-        scale * LOG2E,
+        factor,
         1 / value_scale,
         window or _EVERYTHING,
         page_table.stride(0),
@@ -86,6 +93,7 @@ def attend_tiles(
         dim=dim,
         dim_pad=max(16, triton.next_power_of_2(dim)),
         page_size=page_size,
+        limit=limit,
         block_queries=config.block_queries,
         block_keys=config.block_keys,
         num_warps=config.num_warps,
@@ -119,6 +127,7 @@ def _attend_tile(
     dim: tl.constexpr,
     dim_pad: tl.constexpr,
     page_size: tl.constexpr,
+    limit: tl.constexpr,
     block_queries: tl.constexpr,
     block_keys: tl.constexpr,
 ):
@@ -160,13 +169,17 @@ def _attend_tile(
         exists = (position < high)[:, None] & (column < dim)[None, :]
         key = tl.load(head_keys + at, mask=exists, other=0.0).to(operand)
         scores = tl.dot(queries, tl.trans(key), input_precision="ieee")
+        factor = scale
+        if limit > 0:
+            scores = cap_scores(scores * scale, limit)
+            factor = 1.0
         sees = (position[None, :] < ends[:, None]) & (position[None, :] >= begins[:, None])
         scores = tl.where(sees, scores, -float("inf"))
         # Products and sums are fused as written here; a compiler that may choose could choose otherwise elsewhere. A
         # block of which a query sees nothing leaves its top, total and mix as they are.
-        new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+        new_top = tl.maximum(top, tl.max(scores, 1) * factor)
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
-        weights = tl.exp2(tl.fma(scores, scale, -base[:, None]))
+        weights = tl.exp2(tl.fma(scores, factor, -base[:, None]))
         shrink = tl.exp2(top - base)
         value = tl.load(head_values + at, mask=exists, other=0.0).to(operand)
         total = tl.fma(total, shrink, tl.sum(weights, 1))

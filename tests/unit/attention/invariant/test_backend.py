@@ -36,9 +36,13 @@ def make_cache() -> KVCache:
     return KVCache(1, 40, KV_HEADS, PAGE, DIM, torch.float32, DEVICE)
 
 
-def make_paged(cache: KVCache, window: int) -> PagedAttention:
+def make_paged(cache: KVCache, window: int, soft_cap: float = 0.0) -> PagedAttention:
     return PagedAttention(
-        cache, HEADS, (window,), lambda: InvariantDecode(cache, HEADS, 8), lambda: InvariantChunks(cache, HEADS)
+        cache,
+        HEADS,
+        (window,),
+        lambda: InvariantDecode(cache, HEADS, 8, soft_cap=soft_cap),
+        lambda: InvariantChunks(cache, HEADS, soft_cap=soft_cap),
     )
 
 
@@ -91,10 +95,11 @@ def test_cuts_and_neighbours_change_no_bit(window: int, data: st.DataObject, len
     assert torch.equal(torch.cat(outputs), alone)
 
 
-@pytest.mark.parametrize(("window", "has_sinks"), [(0, False), (9, False), (9, True)])
-def test_it_equals_attention_by_token(window: int, has_sinks: bool) -> None:
+@pytest.mark.parametrize(("window", "has_sinks", "soft_cap"), [(0, False, 0.0), (9, False, 0.5), (9, True, 0.0)])
+def test_it_equals_attention_by_token(window: int, has_sinks: bool, soft_cap: float) -> None:
     sinks = torch.linspace(-4, 4, HEADS, device=DEVICE) if has_sinks else None
-    ours, theirs = make_paged(make_cache(), window), TokenAttention(make_cache(), HEADS, (window,))
+    ours = make_paged(make_cache(), window, soft_cap)
+    theirs = TokenAttention(make_cache(), HEADS, (window,), soft_cap=soft_cap)
     for rows in ([(0, 0, 17), (1, 0, 4)], [(0, 17, 1), (1, 4, 6)], [(0, 18, 1), (1, 10, 1)]):
         exact = run_step(theirs, rows, sinks=sinks)
         for output, expected in zip(run_step(ours, rows, sinks=sinks), exact, strict=True):

@@ -26,6 +26,7 @@ def attend(
     window: int,
     config: QueryTile = SMALL,
     sinks: torch.Tensor | None = None,
+    soft_cap: float = 0.0,
 ) -> torch.Tensor:
     """Attends all tokens of all rows, each row cut into tiles of so many queries. query: [tokens, heads, dim]."""
     tiles, token = [], 0
@@ -38,7 +39,8 @@ def attend(
             token, seen = token + count, seen + count
     table = torch.tensor(tiles, dtype=torch.int32, device=DEVICE)
     output = torch.full_like(query, math.nan)
-    attend_tiles(query, *case.cache, table, output, SCALE * case.key_scale, window, config, case.value_scale, sinks)
+    scales = SCALE * case.key_scale, window, config, case.value_scale
+    attend_tiles(query, *case.cache, table, output, *scales, sinks, soft_cap)
     return output
 
 
@@ -46,15 +48,17 @@ def cut(length: int, most: int) -> list[int]:
     return [min(most, length - first) for first in range(0, length, most)]
 
 
-def check(case: PagedCase, window: int, config: QueryTile, sinks: torch.Tensor | None = None) -> None:
+def check(
+    case: PagedCase, window: int, config: QueryTile, sinks: torch.Tensor | None = None, soft_cap: float = 0.0
+) -> None:
     query = case.normal(sum(case.lengths), case.heads, case.dim)
     most = config.count_queries(case.group)
-    output = attend(case, query, [cut(length, most) for length in case.lengths], window, config, sinks)
+    output = attend(case, query, [cut(length, most) for length in case.lengths], window, config, sinks, soft_cap)
     token = 0
     for row, length in enumerate(case.lengths):
         for end in range(1, length + 1):
             first = max(0, end - window) if window else 0
-            expected = case.attend(query[token], row, first, end, SCALE, sinks)[0].to(case.dtype)
+            expected = case.attend(query[token], row, first, end, SCALE, sinks, soft_cap)[0].to(case.dtype)
             tolerance = TOLERANCE[case.dtype] * case.value_scale
             torch.testing.assert_close(output[token], expected, atol=tolerance, rtol=tolerance)
             token += 1
@@ -89,6 +93,18 @@ def test_it_equals_attention_over_a_cache_in_e4m3(dtype: torch.dtype) -> None:
 def test_sinks(window: int) -> None:
     case = PagedCase(0, [40, 3], 16, 2, 3, 16, DEVICE)
     check(case, window, SMALL, 4 * case.normal(case.heads))
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_soft_caps(window: int) -> None:
+    case = PagedCase(0, [40, 3], 16, 2, 3, 16, DEVICE)
+    check(case, window, SMALL, 4 * case.normal(case.heads), soft_cap=0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_wide_heads(dtype: torch.dtype) -> None:
+    case = PagedCase(0, [9], 16, 1, 2, 512, DEVICE, dtype)
+    check(case, 0, choose_query_tile(512, 2, dtype))
 
 
 @settings(max_examples=EXAMPLES, deadline=None)

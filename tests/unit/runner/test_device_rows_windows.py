@@ -59,7 +59,9 @@ def make_runner(folder: Path, with_graphs: bool) -> Runner:
 
             decode, chunks = partial(TritonDecode, cache, kind.num_heads), partial(TritonChunks, cache, kind.num_heads)
             paged = PagedAttention(cache, kind.num_heads, windows, decode, chunks)
-            parts[-1] = BuiltAttention(paged, paged, mixed=MixedGraphAttention(cache, windows, decode, chunks))
+            parts[-1] = BuiltAttention(
+                paged, paged, mixed=MixedGraphAttention(cache, kind.num_heads, windows, decode, chunks)
+            )
     attention = join_attention(parts, list(spec.attention_kinds.values()), [cache.of_windows for cache in caches])
     return Runner(READY, CPU, decoder, LayeredCache(caches), attention, SamplingSetup(kernels=with_graphs))
 
