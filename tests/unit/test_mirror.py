@@ -57,6 +57,7 @@ COVERED = {
     "unit/batches/test_store.py": ["batches/disk", "batches/records"],
     "unit/batches/test_work.py": ["batches/results"],
     "unit/bench/policy/test_policy.py": ["bench/policy/baselines", "bench/policy/replay"],
+    "unit/attention/layered/test_backend.py": ["attention/base"],
     "unit/bench/test_commands.py": ["bench/rate_plot"],  # that its extra is missing; it is not installed here
     "unit/bench/test_serve_load.py": ["bench/client", "bench/loads/served"],
     "unit/checkpoint/test_spec.py": [

@@ -15,6 +15,7 @@ from toka_async.scheduler.admission.forecast import (
     forecast_shared_pages,
     forecast_window_pages,
 )
+from toka_async.scheduler.cache.window_pool import WindowPool
 from toka_async.scheduler.sequences.running import RunningSet
 
 FAR = 1 << 20  # steps, beyond any forecast: the end of a prompt whose samples have not all started
@@ -48,25 +49,34 @@ def forecast_windows(running: RunningSet, seqs: Int32, remaining: Int32) -> Usag
     table, size, pool = running.table, running.cache.page_size, running.windows.pool
     position, horizon = _find_positions(running, seqs), int(remaining.max(initial=1))
     own = forecast_window_pages(position, remaining, table.num_shared[seqs], pool.window, size, horizon)
-    keys = table.prompt_key[seqs]
-    num_keys = 1 + max(running.runs, default=0)
-    lowest, longest = np.full(num_keys, FAR, np.int32), np.zeros(num_keys, np.int32)
-    np.minimum.at(lowest, keys, position)
-    np.maximum.at(longest, keys, remaining)
-    for run in (*running.forking, *running.prefilling):
-        lowest[run.key], longest[run.key] = min(lowest[run.key], run.num_to_compute), FAR
-    pages, until = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
-    for key, run in running.runs.items():
-        seen = run.pages[pool.find_first(int(lowest[key])) :]
-        if run.tail_page >= 0:
-            seen = np.append(seen, np.int32(run.tail_page))
-        if seen.size and longest[key]:
-            passed = run.pages.size * size + pool.window - 1 - lowest[key]  # the step before which all are dropped
-            pages.append(seen)
-            until.append(np.full(seen.size, FAR if longest[key] == FAR else min(longest[key], passed), np.int32))
-    last, counts = count_last_uses(np.concatenate(pages), np.concatenate(until), running.cache.num_pages)
+    last, counts = _find_window_ends(running, pool, seqs, position, remaining)
     curve = own + forecast_shared_pages(last, counts, horizon)
     return UsageCurve(curve.astype(np.float64), rest=float(counts[last == FAR].sum()))
+
+
+def _find_window_ends(
+    running: RunningSet, pool: WindowPool, seqs: Int32, position: Int32, remaining: Int32
+) -> tuple[Int32, Int32]:
+    """Find the ends of prompts' window pages, as `_find_shared_ends` does: when each of their sequences has passed."""
+    table, num_keys = running.table, 1 + max(running.runs, default=0)
+    lowest, longest = np.full(num_keys, FAR, np.int32), np.zeros(num_keys, np.int32)
+    sees = pool.find_firsts(position) < table.num_shared[seqs]
+    keys = table.prompt_key[seqs[sees]]
+    np.minimum.at(lowest, keys, position[sees])
+    np.maximum.at(longest, keys, remaining[sees])
+    waiting = [*running.forking, *running.prefilling]
+    for run in waiting:
+        lowest[run.key], longest[run.key] = min(lowest[run.key], run.num_to_compute), FAR
+    found = np.flatnonzero(longest)
+    runs = [running.runs[key] for key in found.tolist()]
+    sizes = np.fromiter((run.pages.size for run in runs), np.int32, len(runs))
+    passed = sizes * pool.page_size + pool.window - 1 - lowest[found]  # the step before which the last is dropped
+    ends = np.where(longest[found] == FAR, FAR, np.minimum(longest[found], passed)).astype(np.int32)
+    firsts = np.minimum(pool.find_firsts(lowest[found]), sizes)
+    tails = np.asarray([run.tail_page for run in waiting if run.tail_page >= 0], np.int32)
+    pages = [run.pages[first:] for run, first in zip(runs, firsts.tolist(), strict=True)]
+    until = np.concatenate([np.repeat(ends, sizes - firsts), np.full(tails.size, FAR, np.int32)])
+    return count_last_uses(np.concatenate([*pages, tails]), until, running.cache.num_pages)
 
 
 def _find_positions(running: RunningSet, seqs: Int32) -> Int32:

@@ -55,12 +55,17 @@ class WindowPool:
         """Find the place in its sequence of the first page that the token at a position sees."""
         return max(0, position - self.window + 1) // self.page_size
 
+    def find_firsts(self, positions: Int32) -> Int32:
+        """Find those of several positions, int32 [n] each."""
+        firsts: Int32 = np.maximum(positions - (self.window - 1), 0) // self.page_size
+        return firsts
+
     def count_usable(self, pages: Int32) -> int:
         """Count the leading pages of a prompt after which its next token sees window pages only that are there."""
-        ends = np.arange(pages.size + 1)
+        ends = np.arange(pages.size + 1, dtype=np.int32)
         is_there = (self.beside[pages] >= 0) & self._is_whole[pages]
         missing = np.concatenate([[0], np.where(is_there, 0, ends[1:])])  # 1 + place of a missing one
-        needs_from = np.maximum(ends * self.page_size - self.window + 1, 0) // self.page_size
+        needs_from = self.find_firsts(ends * self.page_size)
         return int(np.flatnonzero(np.maximum.accumulate(missing) <= needs_from)[-1])
 
     def count_new(self, pages: Int32) -> int:

@@ -111,7 +111,7 @@ class HeldWindows:
         """Drop what the next tokens of decoding sequences and of prompts do not see."""
         for run in prefilling:
             self._drop_passed(run)
-        seen = np.maximum(self._table.position[rows] - (self.pool.window - 1), 0) // self.pool.page_size
+        seen = self.pool.find_firsts(self._table.position[rows])
         late = seen > self._firsts[rows]
         while late.any():
             rows, seen = rows[late], seen[late]
