@@ -19,22 +19,20 @@ from toka_async.checkpoint.cost import count_stage_bytes
 from toka_async.checkpoint.division import check_division, group_experts, make_rank_spec, make_stage_spec, stage_parts
 from toka_async.checkpoint.hub import resolve_model
 from toka_async.checkpoint.implementation import read_model
-from toka_async.checkpoint.limits import (
-    RankLimits,
-    resolve_limits,
-    resolve_num_snapshots,
-    resolve_num_window_pages,
-)
+from toka_async.checkpoint.limits import RankLimits, resolve_limits, resolve_num_window_pages
 from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.config import Config, ParallelConfig
 from toka_async.runner.micro_batches import count_most_rows, count_most_tokens
 from toka_async.startup.cache_size import (
+    check_states,
+    choose_shares,
     compute_spare_bytes,
     count_graph_bytes,
     count_graph_rows,
     count_graph_tokens,
     count_page_bytes,
     count_row_bytes,
+    count_states_bytes,
     count_token_bytes,
     fit_limits,
 )
@@ -51,7 +49,7 @@ LENGTHS = (512, 2048, 8192)  # tokens of the counted sequences
 class RankPlan:
     """The share of one GPU, counted on its machine. layers: the first, and the one behind the last.
 
-    num_tokens: in its cache. Others: bytes.
+    num_tokens: in its cache. states: of recurrent layers. Others: bytes.
     """
 
     node: int
@@ -61,6 +59,7 @@ class RankPlan:
     tp_rank: int
     layers: tuple[int, int]
     weights: int
+    states: int
     largest_step: int
     kv_token: int
     num_tokens: int
@@ -112,15 +111,17 @@ class Stage:
     def count_largest_step(self, limits: RankLimits, config: Config) -> int:
         """Bytes of the largest step, with those that tensor ranks share; only the last stage has logits."""
         row, token = self.count_each(limits, config)
-        num_snapshots = resolve_num_snapshots(config.cache, self.part, limits.max_seqs)
-        of_snapshots = num_snapshots * self.part.count_state_bytes(self.dtype.itemsize)
-        return limits.max_tokens * token + limits.max_seqs * row + of_snapshots + self._shared(limits, config.parallel)
+        return limits.max_tokens * token + limits.max_seqs * row + self._shared(limits, config.parallel)
 
     def count_each(self, limits: RankLimits, config: Config) -> tuple[int, int]:
         """Bytes of a row and of a token."""
         page_size, num_parts = config.cache.page_size, config.parallel.num_micro_batches
         row = count_row_bytes(self._counted, limits, self.dtype, page_size, num_parts)
         return row, count_token_bytes(self.part, self.dtype, num_parts, self.stored)
+
+    def count_states(self, limits: RankLimits, config: Config) -> int:
+        """Bytes of all states of recurrent layers."""
+        return count_states_bytes(self.part, limits, config.cache, self.dtype)
 
     def count_graphs(self, limits: RankLimits, config: Config, memory: int) -> int:
         """Bytes in which captured steps compute. A start captures none without our own attention kernels."""
@@ -165,8 +166,9 @@ def make_plan(config: Config, memory: int) -> CapacityPlan:
                 f"stage {index} has {_format_gib(stage.weights)} of weights a GPU where {_format_gib(max(usable, 0))} "
                 f"of {_format_gib(memory)} can be used; {advise(spec, config.parallel.tp, dtype, usable)}"
             )
-    row, token = (max(sizes) for sizes in zip(*(stage.count_each(asked, config) for stage in stages), strict=True))
-    limits = fit_limits(asked, config.schedule, partial(_check_step, config, stages, usable), row, token)
+    rows, tokens = zip(*(stage.count_each(asked, config) for stage in stages), strict=True)
+    row = max(rows) + max(stage.part.count_state_bytes(dtype.itemsize) for stage in stages)
+    limits = fit_limits(asked, config.schedule, partial(_check_step, config, stages, usable), row, max(tokens))
     layout = make_layout(config)
     ranks = [
         _make_rank_plan(config, limits, memory, usable, layout, replica, rank, stages)
@@ -178,10 +180,12 @@ def make_plan(config: Config, memory: int) -> CapacityPlan:
 
 def _check_step(config: Config, stages: Sequence[Stage], usable: int, limits: RankLimits) -> None:
     """Raises ModelError when a stage's largest step does not fit; `auto` limits may take half, as at the start."""
-    share = 0.5 if "auto" in (config.schedule.max_seqs, config.schedule.max_tokens) else 1.0
+    shares = choose_shares(config.schedule)
     for stage in stages:
-        step, left = stage.count_largest_step(limits, config), usable - stage.weights
-        if step > share * left:
+        left = usable - stage.weights
+        check_states(stage.part, limits, config.cache, stage.dtype, int(shares.states * left))
+        step, left = stage.count_largest_step(limits, config), left - stage.count_states(limits, config)
+        if step > shares.step * left:
             raise ModelError(
                 f"schedule.max_seqs={limits.max_seqs}, schedule.max_tokens={limits.max_tokens}: the largest step "
                 f"takes about {_format_gib(step)} where {_format_gib(left)} are left; use less"
@@ -201,7 +205,8 @@ def _make_rank_plan(
     index, tp_rank = layout.find_stage(rank)
     stage, page_size = stages[index], config.cache.page_size
     step = stage.count_largest_step(limits, config)
-    left = usable - stage.weights - step - stage.count_graphs(limits, config, memory)
+    states = stage.count_states(limits, config)
+    left = usable - stage.weights - states - step - stage.count_graphs(limits, config, memory)
     window = max(each.part.window for each in stages)
     page_bytes = count_page_bytes(stage.part, config.cache, stage.dtype, window)
     num_pages = page_bytes.count_fitting(config.cache, limits, left)
@@ -213,6 +218,7 @@ def _make_rank_plan(
         tp_rank=tp_rank,
         layers=(stage.first_layer, stage.first_layer + stage.part.num_layers),
         weights=stage.weights,
+        states=states,
         largest_step=step,
         kv_token=bytes_per_token(stage.part, stage.stored),
         num_tokens=num_pages * page_size,
@@ -242,13 +248,27 @@ def plan_lines(plan: CapacityPlan) -> Iterator[str]:
     )
     yield f"schedule.max_seqs={plan.limits.max_seqs}, schedule.max_tokens={plan.limits.max_tokens}: at most"
     yield from _align(
-        [("GPU", "replica", "stage", "tp rank", "layers", "weights", "largest step", "KV a token", "tokens that fit")]
+        [
+            (
+                "GPU",
+                "replica",
+                "stage",
+                "tp rank",
+                "layers",
+                "weights",
+                "states",
+                "largest step",
+                "KV a token",
+                "tokens that fit",
+            )
+        ]
         + [
             (
                 f"{rank.gpu} of node {rank.node}" if config.cluster.nodes > 1 else str(rank.gpu),
                 *map(str, (rank.replica, rank.stage, rank.tp_rank)),
                 f"{rank.layers[0]}-{rank.layers[1] - 1}",
                 _format_gib(rank.weights),
+                _format_gib(rank.states),
                 _format_gib(rank.largest_step),
                 f"{rank.kv_token / 1024:.1f} KiB",
                 f"{rank.num_tokens:,}",

@@ -17,6 +17,7 @@ from pathlib import Path
 
 WAIT = 60.0  # seconds that an old life may take to end
 INTERVAL = 0.1  # seconds
+SIBLING_INTERVAL = 0.02
 SHARED = Path("/run/lock")  # unlike /tmp it is never cleaned, and is the same for services with a /tmp of their own
 FOR_ALL = 0o1777  # a folder's mode: everybody may make files, and remove their own
 
@@ -30,17 +31,26 @@ class GpuLockError(Exception):
 def take_gpu(
     gpu: str,
     folder: str,
+    after: str | None = None,
     wait: float = WAIT,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Lock a GPU until the end of this process, or until the returned descriptor is closed.
 
-    gpu: its UUID. folder: `auto` or a path, as in `parallel.gpu_locks`. Waits `wait` seconds for another holder.
+    Args:
+        gpu: its UUID.
+        folder: `auto` or a path, as in `parallel.gpu_locks`.
+        after: the UUID of a GPU that another child of this process's parent locks first, which is waited for. Engines
+            that lock all of their GPUs in the same order never wait for each other in a circle.
+        wait: seconds for another holder to end.
 
     Raises GpuLockError if another process still holds the lock, or if its file cannot be used.
     """
-    path = (choose_folder() if folder == "auto" else Path(folder)) / f"toka-async-{gpu}.lock"
+    place = choose_folder() if folder == "auto" else Path(folder)
+    if after is not None:
+        _wait_sibling(place / f"toka-async-{after}.lock", sleep)
+    path = place / f"toka-async-{gpu}.lock"
     fd = _open(path)
     deadline, has_spoken = clock() + wait, False
     while not _try_lock(fd):
@@ -56,6 +66,21 @@ def take_gpu(
     os.truncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd
+
+
+def _wait_sibling(path: Path, sleep: Callable[[float], None]) -> None:
+    """Wait until a child of this process's parent has a lock. If it cannot have it, the parent ends this process."""
+    fd = _open(path)
+    while _find_parent(_read_holder(fd)) != os.getppid():
+        sleep(SIBLING_INTERVAL)
+    os.close(fd)
+
+
+def _find_parent(pid: str) -> int | None:
+    """Find the parent of a process; None: there is no such process."""
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return None
 
 
 def choose_folder() -> Path:
@@ -104,5 +129,11 @@ def _try_lock(fd: int) -> bool:
 
 
 def _describe_holder(fd: int) -> str:
+    pid = _read_holder(fd)
+    return f"process {pid}" if pid else "another process"
+
+
+def _read_holder(fd: int) -> str:
+    """Read the pid of the last holder; empty: it is not known."""
     text = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
-    return f"process {text}" if text.isdecimal() else "another process"
+    return text if text.isdecimal() else ""

@@ -110,9 +110,9 @@ def walk(matchers: RowMatchers, slots: Int32, seed: int, most: int = 400) -> lis
     for _ in range(most):
         drawn = np.asarray([rng.choice(each) for each in list_allowed(matchers, slots)], np.int32)
         for row, output, token in zip(rows, outputs, drawn.tolist(), strict=True):
-            if not row.is_over and token not in END_IDS:
+            if row.matcher is not None and token not in END_IDS:
                 output.append(token)
         matchers.advance(rows, drawn)
-        if all(row.is_over for row in rows):
+        if all(row.matcher is None for row in rows):
             return outputs
     raise AssertionError(f"rows did not end after {most} tokens")

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -85,10 +85,8 @@ class Hosts:
         while True:
             for host in WORKERS:
                 left = list_processes(self.pids[host])
-                if host not in self.cut and all(
-                    any(b"log_monitor" in word for word in words) for words in left.values()
-                ):
-                    for pid in left:  # Ray leaves it
+                if host not in self.cut and all(is_left_by_ray(words) for words in left.values()):
+                    for pid in left:
                         os.kill(pid, signal.SIGKILL)
                     with suppress(subprocess.CalledProcessError):  # it was cut off meanwhile
                         self.start_node(host)
@@ -139,6 +137,11 @@ def list_processes(init: int) -> dict[int, list[bytes]]:
             if is_there and words[0] and int(entry.name) != init:  # a zombie has no words
                 found[int(entry.name)] = words
     return found
+
+
+def is_left_by_ray(words: Sequence[bytes]) -> bool:
+    """Tell whether Ray leaves such a process when a raylet was killed: its monitor, and a worker that had no actor."""
+    return words[0] == b"ray::IDLE" or any(b"log_monitor" in word for word in words)
 
 
 def list_engines(init: int) -> dict[int, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from aiohttp import web
+from aiohttp import web, web_app
 
 from tests.cases.tokenizers import byte_level
 from tests.drivers.config import make_config
@@ -138,3 +138,4 @@ async def web_server(
             yield WebServer(f"http://{host}:{port}", engine, scheduler, tokenizer, app, runner, address, http)
     finally:
         await runner.cleanup()
+        web_app._cached_build_middleware.cache_clear()  # it keeps 1,024 routes, and with each its whole application

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toka_async.arrays import Int32, Int64
-from toka_async.attention.base import AttentionBackend, AttentionBatch, PrefixGroup, QueryKeyNorm
+from toka_async.arrays import Int32
+from toka_async.attention.base import AttentionBackend, AttentionBatch, ChunkRows, PrefixGroup, QueryKeyNorm
 from toka_async.model.rng import draw_uniforms
 
 _PRIME = 1_000_003
@@ -71,9 +71,9 @@ class FakeAttention:
     def count_chunk_cells(self, num_tokens: int, num_rows: int) -> int:  # noqa: ARG002
         return 2 + 2 * num_rows
 
-    def describe_chunks(self, cells: Int32, num_decode: int, lengths: Int32, contexts: Int64) -> None:
+    def describe_chunks(self, cells: Int32, chunks: ChunkRows) -> None:
         assert not cells.any()
-        described = np.concatenate([[num_decode, lengths.size], lengths, contexts])
+        described = np.concatenate([[chunks.num_decode, chunks.lengths.size], chunks.lengths, chunks.contexts])
         cells[: described.size] = described
 
     def plan_mixed(self, batch: AttentionBatch, grouped: bool, chunks: Tensor) -> None:  # noqa: ARG002

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.cases.models import heads, make_checkpoint
+from tests.cases.models import MXFP4, heads, make_checkpoint
 from tests.drivers.engine import Engine
 from tests.drivers.page_rank import submit
 from tests.drivers.weight_updates import Trainer, read_checkpoint
-from toka_async.control import AbandonUpdate, Pause, ResetPrefixCache, Resume, Sleep, Wake
+from toka_async.control import AbandonUpdate, Pause, PauseMode, ResetPrefixCache, Resume, Sleep, Wake
 from toka_async.messages import TokenSampling
 from toka_async.transfer.checksum import sum_tensors
 
@@ -28,6 +29,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_moe-mixed-layers": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
     "mixtral-transformers": {},
     "gpt_oss": {},
+    "gemma3_text": {},
+    "qwen3_next": {},
+    "qwen3_5_text": {},
 }
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9] * 4, [200, 3, 4], [7] * 20]
 NUM_TOKENS = 24
@@ -59,8 +63,12 @@ def verify(engine: Engine, folder: Path) -> None:
         assert float((expected - torch.tensor(logprobs)).abs().max()) < TOLERANCE
 
 
-@pytest.mark.parametrize("shape", list(SHAPES))
-@pytest.mark.parametrize("way", ["shared memory", "folder"])
+FROM_FOLDERS = ("llama-tied", "qwen3_moe-mixed-layers", "mixtral-transformers", "gpt_oss")
+
+
+@pytest.mark.parametrize(
+    ("shape", "way"), [*((shape, "shared memory") for shape in SHAPES), *((shape, "folder") for shape in FROM_FOLDERS)]
+)
 def test_an_updated_engine_is_one_that_started_with_the_weights(tmp_path: Path, shape: str, way: str) -> None:
     old, new = make_pair(tmp_path, shape)
     engine = Engine(old, impl="transformers" if shape.endswith("transformers") else "native")
@@ -94,8 +102,9 @@ def test_quantized_weights_are_those_of_a_start(tmp_path: Path, quantize: str) -
     assert tokens[0] == tokens[1]
 
 
-def test_new_prompts_find_nothing_of_older_weights_and_rows_that_run_keep_theirs(tmp_path: Path) -> None:
-    old, new = make_pair(tmp_path, "qwen3")
+@pytest.mark.parametrize("shape", ["qwen3", "qwen3_5_text"])
+def test_new_prompts_find_nothing_of_older_weights_and_rows_that_run_keep_theirs(tmp_path: Path, shape: str) -> None:
+    old, new = make_pair(tmp_path, shape)
     engine = Engine(old, page_size=4)
     trainer = Trainer(engine)
     engine.run(PROMPTS)
@@ -113,6 +122,43 @@ def test_new_prompts_find_nothing_of_older_weights_and_rows_that_run_keep_theirs
     assert len(running.samples[0].token_ids) == 40
     engine.run(PROMPTS)
     assert engine.driver.received[max(engine.driver.received)].prefilled.cached_tokens > 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("mode", ["keep", "retract"])
+def test_states_of_recurrent_layers_outlive_pauses(tmp_path: Path, mode: PauseMode) -> None:
+    """With `keep` they stay; with `retract` they are computed again, from snapshots where there are any."""
+    engine, rng = Engine(make_pair(tmp_path, "qwen3_5_text")[0], page_size=4), random.Random(3)
+    trainer, sampling = Trainer(engine), TokenSampling(temperature=0.0, num_logprobs=0)
+    expected = [each.samples[0] for each in engine.run(PROMPTS, max_tokens=NUM_TOKENS, sampling=sampling)]
+    trainer.act(ResetPrefixCache())
+    messages = [submit(50 + i, prompt, max_tokens=NUM_TOKENS, sampling=sampling) for i, prompt in enumerate(PROMPTS)]
+    rows = [engine.driver.submit(message) for message in messages]
+    while engine.driver.turn():
+        if rng.random() < 0.3:
+            trainer.act(Pause(mode=mode))
+            assert not engine.driver.turn()
+            trainer.act(Resume())
+    for row, same in zip(rows, expected, strict=True):
+        assert row.samples[0].token_ids == same.token_ids
+        assert row.samples[0].logprobs == pytest.approx(same.logprobs, abs=0 if mode == "keep" else TOLERANCE)
+
+
+def test_experts_in_mxfp4_come_from_a_folder_or_unpacked(tmp_path: Path) -> None:
+    folders = [tmp_path / "old", tmp_path / "new"]
+    for seed, folder in enumerate(folders):
+        make_checkpoint(folder, "gpt_oss", seed=seed, quantization_config=MXFP4)
+    trainer, expected = Trainer(Engine(folders[0])), Trainer(Engine(folders[1])).sums()
+    trainer.begin()
+    done = trainer.load([*read_checkpoint(folders[1]).items()])
+    assert "_blocks: dtype 'uint8' is not known" in done.error
+    trainer.act(AbandonUpdate())
+    trainer.begin()
+    assert trainer.read(folders[1]).error == ""
+    assert trainer.finish().error == ""
+    assert trainer.sums() == expected
+    make_checkpoint(folders[1], "gpt_oss", seed=2)
+    trainer.update([*read_checkpoint(folders[1]).items()])
+    assert trainer.sums() == sum_tensors(read_checkpoint(folders[1]))
 
 
 @pytest.mark.parametrize(

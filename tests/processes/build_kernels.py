@@ -32,6 +32,7 @@ from toka_async.attention.try_out import TrialShape, make_batch
 from toka_async.kernels import few_rows, prefill
 from toka_async.kernels.append import append
 from toka_async.kernels.built import explain_unbuilt
+from toka_async.kernels.delta import chunks
 from toka_async.kernels.delta.layer import DeltaShape, DeltaWeights
 from toka_async.kernels.experts import few_tokens, routing
 from toka_async.kernels.experts.grouped import GroupedProducts
@@ -224,10 +225,14 @@ def build_states(dtype: str, key_heads: int, value_heads: int, key_dim: int, val
     none, lengths = torch.zeros(1, dtype=torch.int32), np.asarray([1, 80], np.int32)
     states = ChunkStates(np.asarray([1], np.int32), ((0, 70, 0),))
     batch = AttentionBatch(
-        1, lengths, lengths, none, torch.zeros(2, dtype=torch.int64), none[None], none, states=states
+        1, lengths, lengths, none, torch.zeros(2, dtype=torch.int64), none[None], torch.zeros(81), states=states
     )
-    ops.plan(batch)
-    ops.compute(0, inputs, z, torch.zeros(81, 2 * value_heads, dtype=kind), weights)
+    arch = triton.runtime.driver.active.get_current_target().arch
+    chunks.has_tensor_memory = lambda _: arch == 100  # type: ignore[assignment]
+    cells = torch.zeros(ops.count_cells(81, 1), dtype=torch.int32)
+    for plan in (partial(ops.plan, batch), partial(ops.plan_mixed, batch, cells)):
+        plan()
+        ops.compute(0, inputs, z, torch.zeros(81, 2 * value_heads, dtype=kind), weights)
     return "all"
 
 

@@ -9,8 +9,11 @@ import torch
 from tests.cases.models import GEMMA4_SMALL, make_checkpoint
 from toka_async import capacity as module
 from toka_async import cli
+from toka_async.attention.states.build import build_states
 from toka_async.capacity import GIB, make_plan, plan_lines
 from toka_async.checkpoint.cost import count_stage_bytes
+from toka_async.checkpoint.division import make_rank_spec, make_stage_spec, stage_parts
+from toka_async.checkpoint.limits import resolve_num_snapshots
 from toka_async.checkpoint.spec import ModelError, read_spec
 from toka_async.config import Config, load_config
 from toka_async.model.weights import build_decoder
@@ -107,6 +110,21 @@ def test_the_cache_gets_what_is_left(model: Path) -> None:
     assert rank.num_tokens == left // page_bytes * page_tokens == plan.num_tokens
     more = make_plan(configure(model, "cache.memory_fraction=0.5", "schedule.max_seqs=8"), 9 * GIB)
     assert more.num_tokens > plan.num_tokens
+
+
+def test_states_are_planned_to_the_byte(tmp_path: Path) -> None:
+    """Those of rows, of padding and snapshots, of each stage's layers and each rank's heads, as a start makes them."""
+    folder = make_checkpoint(tmp_path, "qwen3_next")
+    for overrides in ((), ("parallel.pp=2", "parallel.tp=2"), ("cache.num_snapshots=3",)):
+        plan = make_plan(configure(folder, "schedule.max_seqs=70", *overrides), 8 * GIB)
+        parallel, snapshots = plan.config.parallel, resolve_num_snapshots(plan.config.cache, plan.spec, 70)
+        for rank in plan.ranks:
+            part = stage_parts(plan.spec, parallel.pp, parallel.tp)[rank.stage]
+            own = make_stage_spec(make_rank_spec(plan.spec, parallel.tp), part)
+            states = build_states(own, 70, snapshots, plan.dtype, torch.device("cpu"), can_sleep=False)
+            held = 0 if states is None else states.recurrent.nbytes + states.inputs.nbytes
+            assert rank.states == held
+        assert sum(rank.states for rank in plan.ranks) > 0
 
 
 def test_a_cache_in_fp8_holds_more(model: Path) -> None:

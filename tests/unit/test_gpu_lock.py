@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,19 +15,19 @@ from toka_async import gpu_lock
 from toka_async.gpu_lock import GpuLockError, choose_folder, take_gpu
 
 GPU = "GPU-1b2c"
-HOLDER = f"""
+HOLDER = """
 import sys
 from toka_async.gpu_lock import take_gpu
-take_gpu({GPU!r}, sys.argv[1])
+take_gpu(*sys.argv[1:])
 print(flush=True)
 sys.stdin.read()
 """
 
 
 @contextmanager
-def another_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the lock."""
-    command = [sys.executable, "-c", HOLDER, str(folder)]
+def another_process(folder: Path, gpu: str = GPU) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lock of a GPU."""
+    command = [sys.executable, "-c", HOLDER, gpu, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "\n"
@@ -60,6 +60,22 @@ def test_the_holder_is_named_when_the_time_is_over(tmp_path: Path) -> None:
         take_gpu(GPU, str(tmp_path), clock=clock, sleep=advance)
     assert f"GPU {GPU}: process {holder.pid} uses it ({tmp_path}" in str(raised.value)
     assert clock() >= 160
+
+
+def test_a_gpu_is_locked_after_the_one_that_a_sibling_locks_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two engines that start at once with two GPUs would otherwise each lock one, and wait for the other one."""
+    monkeypatch.setattr(os, "getppid", os.getpid)  # so this process's children are its siblings
+    held = [take_gpu("GPU-1", str(tmp_path))]  # by another engine
+    with ExitStack() as stack:
+
+        def hand_over(_seconds: float) -> None:
+            os.close(held.pop())
+            stack.enter_context(another_process(tmp_path, "GPU-1"))
+
+        os.close(take_gpu("GPU-2", str(tmp_path), after="GPU-1", sleep=hand_over))
+    assert not held
 
 
 def test_all_users_may_lock_it_whatever_the_umask_is(tmp_path: Path) -> None:

@@ -45,6 +45,21 @@ class WindowPages:
 
 
 @dataclass(slots=True, frozen=True)
+class ChunkRows:
+    """The chunks of a step that a graph of `num_tokens` and `num_rows` computes, on the host.
+
+    They follow `num_decode` decoding rows. lengths, contexts: of each chunk, see `AttentionBatch`.
+    """
+
+    num_tokens: int
+    num_rows: int
+    num_decode: int
+    lengths: Int32
+    contexts: Int64
+    states: ChunkStates
+
+
+@dataclass(slots=True, frozen=True)
 class AttentionBatch:
     """The rows of one step: decoding rows (one token each) first, then chunks of prompts.
 
@@ -139,8 +154,8 @@ class MixedAttention(CapturedAttention, Protocol):
         """Counts the numbers in which `describe_chunks` describes any step of so many tokens of so many rows."""
         ...
 
-    def describe_chunks(self, cells: Int32, num_decode: int, lengths: Int32, contexts: Int64) -> None:
-        """Writes into cells, all zeros, what chunks of these lengths and contexts follow the decoding rows."""
+    def describe_chunks(self, cells: Int32, chunks: ChunkRows) -> None:
+        """Writes into cells, all zeros, which chunks follow the decoding rows."""
         ...
 
     def plan_mixed(self, batch: AttentionBatch, grouped: bool, chunks: Tensor) -> None:

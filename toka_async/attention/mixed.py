@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toka_async.arrays import Int32, Int64
-from toka_async.attention.base import AttentionBatch, PrefixGroup, QueryKeyNorm
+from toka_async.arrays import Int32
+from toka_async.attention.base import AttentionBatch, ChunkRows, PrefixGroup, QueryKeyNorm
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.paged import GraphDecodePart, GraphPrefillPart
 from toka_async.kernels.append import append
@@ -42,10 +42,10 @@ class MixedGraphAttention:
     def count_chunk_cells(self, num_tokens: int, num_rows: int) -> int:
         return sum(chunks.count_cells(num_tokens, num_rows) for chunks in self.chunks.values())
 
-    def describe_chunks(self, cells: Int32, num_decode: int, lengths: Int32, contexts: Int64) -> None:
+    def describe_chunks(self, cells: Int32, chunks: ChunkRows) -> None:
         parts = np.split(cells, len(self.chunks))
-        for part, (window, chunks) in zip(parts, self.chunks.items(), strict=True):
-            chunks.describe(part, num_decode, lengths, contexts, window)
+        for part, (window, prefill) in zip(parts, self.chunks.items(), strict=True):
+            prefill.describe(part, chunks.num_decode, chunks.lengths, chunks.contexts, window)
 
     def plan_mixed(self, batch: AttentionBatch, grouped: bool, chunks: Tensor) -> None:
         self.num_rows, self.write_indices = batch.num_decode, batch.write_indices

@@ -9,7 +9,7 @@ import msgspec
 
 from toka_async.client.errors import RequestError
 
-MOST_DEPTH = 16  # nested lists and maps in a field
+MOST_DEPTH = 128  # nested lists and maps in a field; a schema has two of them for each object within another
 
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -42,6 +42,7 @@ class Fields(TypedDict, total=False):
     cache_salt: str
     structured_outputs: dict[str, Any]
     response_format: dict[str, Any]
+    thinking_token_budget: int
     text: bool
     model: str
 

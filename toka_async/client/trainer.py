@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -83,9 +84,9 @@ class Trainer:
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
-    async def open_transfer(self, transfer: Transfer) -> None:
-        """Let all ranks join a group of which this trainer is rank 0; it joins at the same time."""
-        await self._ask("open_transfer", transfer=transfer)
+    async def open_transfer(self, transfer: Transfer, timeout: float | None = None) -> None:
+        """Let all ranks join a group of which this trainer is rank 0; it joins at the same time, in so many seconds."""
+        await self._ask("open_transfer", transfer=transfer, timeout=timeout)
 
     async def close_transfer(self, name: str) -> None:
         await self._ask("close_transfer", name=name)
@@ -148,20 +149,22 @@ class Trainer:
         await self.finish_update(version)
 
     async def _load_in_turn(self, fillings: Iterable[Filling]) -> None:
-        """Load fillings one after the other; each is made while the one before it is loaded."""
-        before: asyncio.Task[None] | None = None
+        """Load fillings of two buckets. The server has the next one already when it has loaded one."""
+        loads: deque[asyncio.Task[None]] = deque()
         try:
             for infos, bucket in fillings:
-                if before is not None:
-                    await before
-                before = asyncio.create_task(self.load(bucket, infos))
+                loads.append(asyncio.create_task(self.load(bucket, infos)))
                 await asyncio.sleep(0)  # it is sent
-            if before is not None:
-                await before
+                if len(loads) > 1:  # the next filling overwrites the bucket of the older one
+                    await loads[0]
+                    loads.popleft()
+            while loads:
+                await loads[0]
+                loads.popleft()
         finally:
-            if before is not None:
-                before.cancel()
-                await asyncio.gather(before, return_exceptions=True)
+            for load in loads:
+                load.cancel()
+            await asyncio.gather(*loads, return_exceptions=True)
 
     async def update_from(self, folder: Path | str, version: str | None = None) -> None:
         """Give a server the tensors of a folder's safetensors files."""

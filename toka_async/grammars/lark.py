@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 START = re.compile(r"^start\s*:", re.MULTILINE)
+SPECIAL = re.compile(r"[^\w ]|\n")  # what may have a meaning in a regular expression
 GUIDANCE = "x-guidance"  # key at a schema's top level with options of llguidance, which precede ours
 # A model could write blanks for ever. These are those that a document needs, in one line or indented.
 WHITESPACE = r"\x20|\x0A[\x20\x09]{0,20}"
@@ -49,7 +50,12 @@ def write_json(schema: Mapping[str, Any] | bool, *, strict: bool, options: Mappi
 
 
 def write_choice(texts: Sequence[str]) -> str:
-    return f"({' | '.join(map(write_text, texts))})"
+    """Writes any one of these texts, as one regular expression: thousands of literals would be too much work."""
+    return f"/{'|'.join(SPECIAL.sub(_escape, text) for text in texts)}/"
+
+
+def _escape(character: re.Match[str]) -> str:
+    return rf"\x{{{ord(character[0]):x}}}"
 
 
 def write_text(text: str) -> str:

@@ -12,6 +12,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from time import thread_time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 MOST_GRAMMARS = 256  # that are kept compiled
 ROWS_EACH = 8  # of a grammar, after which it is compiled once more
-MOST_THREADS = 8
+LONG = 0.02  # seconds of a processor; a grammar that takes longer is compiled once: all rows wait meanwhile
+MOST_THREADS = 16
 WORD = 32  # ids of a word of a mask
 
 
@@ -48,26 +50,29 @@ class GrammarRow:
 
 @dataclass(slots=True, eq=False)
 class MatchedRow:
-    """A row on its way. matcher: None if the grammar did not compile. original: number of the one it is a copy of.
+    """A row on its way. original: number of the matcher that its own is a copy of.
 
-    is_over: it has drawn an end token. error: why it cannot go on.
+    matcher: None if the row does not go on: it has drawn an end token, or it has an error, which says why.
     """
 
     matcher: LLMatcher | None
     original: int
     min_tokens: int
     num_tokens: int = 0
-    is_over: bool = False
     error: str = ""
     drawn_by: int = -1  # number of the newest draw whose token the matcher may not have
 
 
 @dataclass(slots=True)
 class _Compiled:
-    """A grammar's matchers, which never advance, with their numbers, and how many rows it has had."""
+    """A grammar's matchers, which never advance, with their numbers, and how many rows it has had.
+
+    is_slow: compiling it took long.
+    """
 
     originals: list[tuple[int, LLMatcher]] = field(default_factory=list)
     num_rows: int = 0
+    is_slow: bool = False
 
 
 class RowMatchers:
@@ -85,6 +90,7 @@ class RowMatchers:
         self._num_compiled = 0
         self._rows: dict[int, MatchedRow] = {}
         self._has_row: Bool = np.zeros(max_seqs, np.bool_)
+        self._original: Int32 = np.zeros(max_seqs, np.int32)  # by slot, of those that have a row
         ends = np.asarray(sorted(vocabulary.end_ids), np.int64)
         self._end_ids = ends[(ends >= 0) & (ends < vocabulary.num_tokens)]
         self.num_words = -(-vocabulary.num_tokens // WORD)
@@ -102,59 +108,58 @@ class RowMatchers:
     def admit(self, rows: Sequence[GrammarRow]) -> None:
         """Takes new rows. A grammar's first one compiles it. The slots are free."""
         for row in rows:
-            self._rows[row.slot] = self._start(row)
+            started = self._rows[row.slot] = self._start(row)
             self._has_row[row.slot] = True
+            self._original[row.slot] = started.original
 
     def find(self, slots: Int32) -> Int64:
-        """Finds the places of rows with a grammar."""
-        return np.flatnonzero(self._has_row[slots])
+        """Finds the places of rows with a grammar; those of one original are neighbours."""
+        places = np.flatnonzero(self._has_row[slots])
+        return places[np.argsort(self._original[slots[places]], kind="stable")]
 
     def take(self, slots: Int32) -> list[MatchedRow]:
         return [self._rows[slot] for slot in slots.tolist()]
 
     def advance(self, rows: Sequence[MatchedRow], token_ids: Int32) -> None:
         """Advances each row by a token that it drew."""
-        is_end = np.isin(token_ids, self._end_ids).tolist()
-        going = [
-            (row, row.matcher, token, end)
-            for row, token, end in zip(rows, token_ids.tolist(), is_end, strict=True)
-            if row.matcher is not None and not row.is_over and not row.error
-        ]
-        going.sort(key=lambda each: each[0].original)
-        taken = self._run().consume_token_par([(matcher, token) for _, matcher, token, _ in going]) if going else []
-        for (row, _, _, end), is_taken in zip(going, taken, strict=True):
+        # Thousands of rows a step: no objects are made for each, which the garbage collector would look through.
+        going = [row for row in rows if row.matcher is not None]
+        matchers = [row.matcher for row in rows if row.matcher is not None]
+        if not going:
+            return
+        if len(going) < len(rows):
+            token_ids = token_ids[[row.matcher is not None for row in rows]]
+        taken = self._run().consume_token_par(list(zip(matchers, token_ids.tolist(), strict=True)))
+        for row in going:
             row.num_tokens += 1
-            row.is_over = end
-            if not is_taken:
-                self._note_error(row)
+        for place in np.flatnonzero(np.isin(token_ids, self._end_ids)).tolist():
+            if taken[place]:
+                going[place].matcher = None
+        if not all(taken):
+            for row, is_taken in zip(going, taken, strict=True):
+                if not is_taken:
+                    self._note_error(row)
 
     def fill(self, rows: Sequence[MatchedRow], masks: Int32) -> list[int]:
         """Writes a mask of each row, int32 [r, num_words]: the bits of ids that it may draw, lowest first.
 
-        A row that cannot go on may draw anything. Returns the places of these rows, unless they are over anyway.
+        A row that does not go on may draw anything. Returns the places of those with an error.
         """
-        order = sorted(range(len(rows)), key=lambda place: rows[place].original)
-        asked = [
-            (matcher, place)
-            for place in order
-            if (matcher := rows[place].matcher) is not None and not rows[place].error and not rows[place].is_over
-        ]
-        if len(asked) < len(rows):
+        going = [place for place, row in enumerate(rows) if row.matcher is not None]
+        matchers = [row.matcher for row in rows if row.matcher is not None]
+        if len(going) < len(rows):
             masks.fill(-1)
-        if asked:
+        if going:
+            asked = list(zip(matchers, going, strict=True))
             self._run().unsafe_compute_mask_ptr(asked, masks.ctypes.data, 4 * self.num_words, len(rows))
-        broken = []
-        for place, row in enumerate(rows):
-            if row.is_over:
-                continue
-            if not row.error and row.matcher is not None and row.matcher.is_error():
+        for place, matcher in zip(going, matchers, strict=True):
+            row = rows[place]
+            if matcher.is_error():
                 self._note_error(row)
-            if row.error:
                 masks[place] = -1
-                broken.append(place)
             elif row.num_tokens < row.min_tokens:
                 self._hold_ends(masks[place])
-        return broken
+        return [place for place, row in enumerate(rows) if row.error]
 
     def _hold_ends(self, mask: Int32) -> None:
         """Forbids end tokens, unless nothing else is allowed: a complete output cannot go on."""
@@ -181,9 +186,11 @@ class RowMatchers:
         compiled = self._compiled.get(grammar)
         if compiled is None:
             compiled = _Compiled()
-        wanted = min(compiled.num_rows // ROWS_EACH + 1, 2 * self._num_threads)
+        wanted = 1 if compiled.is_slow else min(compiled.num_rows // ROWS_EACH + 1, 2 * self._num_threads)
         if len(compiled.originals) < wanted:
+            began = thread_time()
             compiled.originals.append((self._num_compiled, self._vocabulary.compile(grammar)))
+            compiled.is_slow |= thread_time() - began > LONG
             self._num_compiled += 1
         self._compiled[grammar] = compiled
         self._compiled.move_to_end(grammar)
@@ -202,6 +209,7 @@ class RowMatchers:
     def _note_error(self, row: MatchedRow) -> None:
         assert row.matcher is not None
         row.error = shorten_error(row.matcher.get_error()) or "it does not go on"
+        row.matcher = None
         logger.warning("a grammar failed after %d tokens: %s", row.num_tokens, row.error)
         if "panic" in row.error:  # the library leaves the shared lexer locked: no further row may copy this original
             for compiled in self._compiled.values():

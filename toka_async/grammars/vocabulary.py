@@ -19,8 +19,16 @@ if TYPE_CHECKING:
 
 EXTRA = "structured output needs llguidance: pip install 'toka-async[structured]'"
 LONGEST_ERROR = 500  # characters
+# Tokens of blanks and of strings' texts, by their length. Those of a class that a grammar allows as a whole are allowed
+# at once, others are tried one by one. With so many classes, few are tried near the `maxLength` of a string.
+TEXT_LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 30)
+TOKEN_CLASSES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(r'[^"\\\x00-\x1F\x7F]' + count for count in (*(f"{{1,{most}}}" for most in TEXT_LENGTHS), "+")),
+]
 _EXCERPT = re.compile(r"\n\s*\d+ \| .*|<backtrace>.*", re.DOTALL)  # the grammar's lines around an error
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+_UNSAID = {"<non-verbose/>": "", "NoExtensionBias": "it has no end, so no output matches it"}
 
 
 def is_installed() -> bool:
@@ -65,7 +73,12 @@ class GrammarVocabulary:
         try:
             from llguidance import LLTokenizer
 
-            tokens = LLTokenizer(self._read_tokenizer(), n_vocab=self.num_tokens, eos_token=sorted(self.end_ids))
+            tokens = LLTokenizer(
+                self._read_tokenizer(),
+                n_vocab=self.num_tokens,
+                eos_token=sorted(self.end_ids),
+                slices=TOKEN_CLASSES,
+            )
         except ImportError:
             self._tokens.set_exception(GrammarError(EXTRA))
         except Exception as error:  # the library raises what it likes
@@ -76,5 +89,7 @@ class GrammarVocabulary:
 
 def shorten_error(error: str) -> str:
     """Makes llguidance's words one line, without its excerpt of the grammar."""
+    for name, meaning in _UNSAID.items():
+        error = error.replace(name, meaning)
     text = " ".join(_PLACE.sub("", _EXCERPT.sub("", error)).split())
     return text if len(text) <= LONGEST_ERROR else f"{text[:LONGEST_ERROR]}…"

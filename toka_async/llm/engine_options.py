@@ -61,7 +61,7 @@ ASKS_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "max_loras": (1,),
     "max_cpu_loras": (),
     "logits_processors": (),
-    "structured_outputs_config": (),
+    "structured_outputs_config": ({"backend": "auto"}, {"backend": "guidance"}),
     "spec_method": (),
     "spec_model": (),
     "spec_tokens": (),
@@ -91,7 +91,7 @@ INSTEAD: Mapping[str, str] = {  # of "leave it out", for options that the comman
     "attention_config": "set attention_backend",
     "max_lora_rank": NO_LORA,
     "max_loras": NO_LORA,
-    "structured_outputs_config": "structured output is not supported",
+    "structured_outputs_config": "leave it out: there is one library for grammars, and no option of it",
     "spec_method": NO_DRAFTS,
     "spec_model": NO_DRAFTS,
 }

@@ -11,6 +11,7 @@ import secrets
 import subprocess
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -63,6 +64,7 @@ class EngineProcess:
             env=make_environment(),
             process_group=0,  # an interrupt by a terminal or a notebook is meant for this process
         )
+        forget_in_forks(self._process)
         self._thread = threading.Thread(target=self._watch, name="toka-engine", daemon=True)
         self._thread.start()
         try:
@@ -115,6 +117,18 @@ class EngineProcess:
             # It was never open, or the interpreter ends and starts no more threads.
             with suppress(ConnectionLostError, RuntimeError):
                 self.client.__exit__(None, None, None)
+
+
+def forget_in_forks(process: subprocess.Popen[str]) -> None:
+    """Close the lifeline in processes that `os.fork` makes of this one: the engine shall end with this one."""
+    kept = weakref.ref(process)
+
+    def close_lifeline() -> None:
+        forked = kept()
+        if forked is not None and forked.stdin is not None:
+            forked.stdin.close()
+
+    os.register_at_fork(after_in_child=close_lifeline)
 
 
 def make_environment() -> dict[str, str]:

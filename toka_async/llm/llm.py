@@ -9,7 +9,7 @@ from functools import partial
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ from toka_async.llm.model_texts import Messages, list_chats
 from toka_async.llm.outputs import RequestOutput, Submittable
 from toka_async.llm.progress_bar import make_bar
 from toka_async.llm.prompts import PlainPrompt, Prompts, list_prompts
-from toka_async.llm.refusals import check_arguments
+from toka_async.llm.refusals import check_arguments, explain_missing
 from toka_async.llm.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -79,6 +79,12 @@ class LLM:
         """Start what `EngineArgs(model=…, …)` says."""
         return cls(**vars(engine_args))
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Refuse vLLM's other methods. Raises AttributeError that says what to do instead."""
+            raise AttributeError(explain_missing(name))
+
     def __reduce__(self) -> NoReturn:
         raise TypeError("an LLM belongs to its process: make one in each, or start `toka-async serve` for all")
 
@@ -132,11 +138,12 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompts,
+        prompts: Prompts | None = None,
         sampling_params: OneOrEach = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         priority: int | Sequence[int] | None = None,
+        prompt_token_ids: Prompts | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Generate the samples of each prompt, in order.
@@ -146,6 +153,7 @@ class LLM:
             sampling_params: for all prompts, or one for each; None: the model's own.
             use_tqdm: show the progress; or a class like tqdm, whose bar shows it.
             priority: of all prompts, or of each; lower ones are first.
+            prompt_token_ids: older name of `prompts`, for token ids; give one of them.
 
         Raises:
             ValueError: a prompt or parameter is wrong.
@@ -153,7 +161,12 @@ class LLM:
             EngineDeadError: there is no engine any more.
         """
         check_arguments(others)
-        return self._run(list_prompts(prompts), sampling_params, use_tqdm, priority)
+        if prompts is not None and prompt_token_ids is not None:
+            raise ValueError("prompt_token_ids: an older name of prompts; give one of them")
+        given = prompt_token_ids if prompts is None else prompts
+        if given is None:
+            raise ValueError("prompts: give text, token ids, or a list of prompts")
+        return self._run(list_prompts(given), sampling_params, use_tqdm, priority)
 
     def chat(
         self,

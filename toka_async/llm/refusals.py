@@ -1,4 +1,4 @@
-"""Arguments of vLLM's methods that the engine has no counterpart for."""
+"""Methods of vLLM's `LLM`, and arguments of them, that the engine has no counterpart for."""
 
 from __future__ import annotations
 
@@ -15,6 +15,25 @@ KNOWN = {
     "trace_headers": "requests are not traced",
     "data_parallel_rank": "the engine chooses the replica that has the beginning of the prompt",
 }
+NOT_TRAINED_FOR = "models that make vectors or scores are not supported"
+BY_LOGPROBS = "not supported; for the log-likelihood of a text use generate with SamplingParams(prompt_logprobs=0)"
+IN_RANKS = "no code of callers runs in the engine's processes"
+MISSING = {
+    **dict.fromkeys(("encode", "embed", "classify", "reward", "pooling"), NOT_TRAINED_FOR),
+    "score": BY_LOGPROBS,
+    "beam_search": "not supported; use SamplingParams(n=…)",
+    **dict.fromkeys(("collective_rpc", "apply_model"), IN_RANKS),
+    **dict.fromkeys(("enqueue", "enqueue_chat", "wait_for_completion"), "use AsyncLLM, or call generate in a thread"),
+    "get_metrics": "not supported; `toka-async serve` has metrics",
+    **dict.fromkeys(("start_profile", "stop_profile"), "not supported"),
+    "set_tokenizer": "give LLM(tokenizer=…)",
+}
+
+
+def explain_missing(name: str) -> str:
+    """Explain why `LLM` has no such attribute."""
+    reason = MISSING.get(name)
+    return f"'LLM' object has no attribute {name!r}" if reason is None else f"LLM.{name}: {reason}"
 
 
 def check_arguments(others: Mapping[str, Any]) -> None:

@@ -39,6 +39,7 @@ DIRECT = (  # fields that are the same in a direct submission
     *("n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty"),
     *("frequency_penalty", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "logprobs"),
     *("prompt_logprobs", "logprobs_mode", "skip_special_tokens", "include_stop_str_in_output", "allowed_token_ids"),
+    "thinking_token_budget",
 )
 ANY_MODEL = RequestLimits(MOST, MOST, MOST, MOST)  # its own limits the engine checks
 
@@ -112,6 +113,7 @@ class SamplingParams:
         allowed_token_ids: Sequence[int] | None = None,
         structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None,
         guided_decoding: StructuredOutputsParams | Mapping[str, Any] | None = None,
+        thinking_token_budget: int | None = None,
         **others: Any,
     ) -> None:
         self.n = n
@@ -136,6 +138,7 @@ class SamplingParams:
         self.spaces_between_special_tokens = spaces_between_special_tokens
         self.include_stop_str_in_output = include_stop_str_in_output
         self.output_kind = RequestOutputKind(output_kind)
+        self.thinking_token_budget = thinking_token_budget
         self.logit_bias = None if logit_bias is None else dict(logit_bias)
         self.allowed_token_ids = None if allowed_token_ids is None else list(allowed_token_ids)
         if structured_outputs is not None and guided_decoding is not None:

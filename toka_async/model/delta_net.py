@@ -80,11 +80,6 @@ class DeltaNet(nn.Module):
         convolution, channels = self.convolution.data[:, None], JoinedShare(tuple(self.channels))
         yield "linear_attn.conv1d.weight", WeightPart(convolution, (channels, whole_of(1), width))
         for name, target in (("A_log", self.log_decay.data), ("dt_bias", self.time_bias.data)):
-            part = WeightPart(target, (self.heads,), constant=0.0, store=partial(_store, target))
-            yield f"linear_attn.{name}", part
+            restore = partial(target.to, self.norm.dtype)
+            yield f"linear_attn.{name}", WeightPart(target, (self.heads,), constant=0.0, restore=restore)
         yield "linear_attn.norm.weight", WeightPart(self.norm.data, (whole_of(len(self.norm)),), constant=1.0)
-
-
-def _store(target: Tensor, values: Tensor) -> None:
-    """Keeps values in float32, which a checkpoint may have in another dtype."""
-    target.copy_(values)

@@ -145,7 +145,7 @@ class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float, ops: Ops, adds_one: bool = False) -> None:
         super().__init__()
         self.weight = make_factors(dim, adds_one=adds_one)
-        self.adds_one = adds_one
+        self.given = make_unset(dim).data.zero_() if adds_one else None
         self.eps = eps
         self.ops = ops
 
@@ -169,7 +169,7 @@ class RMSNorm(nn.Module):
         return matrix.norm(x, residual, norm)
 
     def part(self) -> WeightPart:
-        return factor_part(self.weight.data, whole_of(len(self.weight)), self.adds_one)
+        return factor_part(self.weight.data, whole_of(len(self.weight)), self.given)
 
 
 def make_factors(*shape: int, adds_one: bool) -> nn.Parameter:
@@ -178,13 +178,22 @@ def make_factors(*shape: int, adds_one: bool) -> nn.Parameter:
     return nn.Parameter(factors.to(torch.promote_types(factors.dtype, torch.float32)), False) if adds_one else factors
 
 
-def factor_part(factors: Tensor, share: Share, adds_one: bool, order: Tensor | None = None) -> WeightPart:
-    """Describes a norm's factors [..., dim] as the rank's share of a checkpoint's weight. order: see `WeightPart`."""
+def factor_part(factors: Tensor, share: Share, given: Tensor | None, order: Tensor | None = None) -> WeightPart:
+    """Describes a norm's factors [..., dim] as the rank's share of a checkpoint's weight. order: see `WeightPart`.
 
-    def add_one(values: Tensor) -> None:
-        factors.copy_(values.to(factors.dtype, copy=True).add_(1))
+    given: [dim], keeps the weight itself where the factors are its sums with 1, which round a small one.
+    """
+    if given is None:
+        return WeightPart(factors, (share,), constant=1.0, order=order)
 
-    return WeightPart(factors, (share,), constant=1.0, store=add_one if adds_one else None, order=order)
+    def store(values: Tensor) -> None:
+        given.copy_(values)
+        factors.copy_(given.to(factors.dtype) + 1)
+
+    def restore() -> Tensor:
+        return torch.where(factors == given.to(factors.dtype) + 1, given, (factors - 1).to(given.dtype))
+
+    return WeightPart(factors, (share,), constant=1.0, store=store, restore=restore, order=order)
 
 
 class ResultNorm(nn.Module):
@@ -229,7 +238,7 @@ class HeadNorm(nn.Module):
         super().__init__()
         self.order = torch.tensor(order, dtype=torch.int64, device="cpu") if order else None
         self.weight = make_factors(num_heads + num_kv_heads, dim, adds_one=adds_one)
-        self.adds_one = adds_one
+        self.given = make_unset(2, dim).data.zero_() if adds_one else None  # of queries, and of keys
         self.num_heads = num_heads
         self.dim = dim
         self.eps = eps
@@ -239,10 +248,12 @@ class HeadNorm(nn.Module):
 
     def parts(self) -> Iterator[tuple[str, WeightPart]]:
         """Yields the checkpoint's one weight for all query heads, and the one for all key heads, if there are any."""
-        for name, weight in (("q", self.weight.data[: self.num_heads]), ("k", self.weight.data[self.num_heads :])):
+        heads = self.weight.data[: self.num_heads], self.weight.data[self.num_heads :]
+        for number, (name, weight) in enumerate(zip("qk", heads, strict=True)):
             if not len(weight):
                 continue
-            yield f"self_attn.{name}_norm.weight", factor_part(weight, whole_of(self.dim), self.adds_one, self.order)
+            given = None if self.given is None else self.given[number]
+            yield f"self_attn.{name}_norm.weight", factor_part(weight, whole_of(self.dim), given, self.order)
 
 
 class ProjectionNorm(nn.Module):

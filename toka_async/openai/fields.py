@@ -60,7 +60,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "stop_regex": ([],),
     "store": (False,),
     "suffix": ("",),
-    "thinking_token_budget": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "vllm_xargs": ({},),

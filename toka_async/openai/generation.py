@@ -100,7 +100,8 @@ class GenerationParams:
     log-probs are arrays in the response's `system_fingerprint`. pack_columns: all log-probs are arrays in fields of
     their own. grammar_param: the field that outputs' grammar comes from. has_text: the answer has the samples' texts.
     request_id: the client's; empty: it gave none. is_parsed: reasoning and tool calls are told from the text, which has
-    the special tokens that mark them.
+    the special tokens that mark them. thinking_budget: the most tokens of a thought, where `sampling.grammar` does not
+    say so already; None or -1: any number.
     """
 
     n: int
@@ -131,6 +132,7 @@ class GenerationParams:
     spaces_between_special_tokens: bool = True
     request_id: str = ""
     is_parsed: bool = False
+    thinking_budget: int | None = None
 
 
 def completion_generation(request: CompletionRequest, limits: RequestLimits, defaults: Defaults) -> GenerationParams:
@@ -221,6 +223,7 @@ def build_generation(
         grammar_param=grammar.param,
         spaces_between_special_tokens=fields.spaces_between_special_tokens,
         request_id=fields.request_id or "",
+        thinking_budget=fields.thinking_token_budget,
     )
 
 

@@ -140,6 +140,7 @@ class SamplingFields(WireRequest, frozen=True, kw_only=True):
     prompt_logprobs: NumLogprobs | None = None
     logprobs_mode: LogprobsMode | None = None
     structured_outputs: StructuredOutputs | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None  # -1: any number
 
 
 class GenerationFields(SamplingFields, frozen=True, kw_only=True):
@@ -259,7 +260,6 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    thinking_token_budget: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None  # -1: any number
 
 
 class ChatBatchRequest(ChatRequest, frozen=True, kw_only=True):

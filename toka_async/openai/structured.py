@@ -17,7 +17,7 @@ from toka_async.openai.errors import ApiError, bad_request
 from toka_async.openai.requests import GenerationFields, OutputFormat, StructuredOutputs
 from toka_async.openai.structural_tags import write_structural_tag
 
-MAX_GRAMMAR = 1 << 18  # characters
+MAX_GRAMMAR = 1 << 19  # characters
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -77,6 +77,9 @@ def make_output_grammar(text: str, param: str, fields: GenerationFields) -> Outp
     """Makes the grammar of a request's outputs from its text. Raises ApiError (400) that names the field."""
     if fields.ignore_eos:
         raise bad_request(f"'ignore_eos' and '{param}': a complete output could not end", param="ignore_eos")
+    if fields.allowed_token_ids is not None:
+        name = "allowed_token_ids"
+        raise bad_request(f"'{name}' and '{param}': no token may be left that both allow; give one", param=name)
     if len(text) > MAX_GRAMMAR:
         raise bad_request(f"'{param}' makes a grammar of more than {MAX_GRAMMAR} characters", param=param)
     return OutputGrammar(text, param)

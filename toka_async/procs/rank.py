@@ -14,7 +14,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -82,10 +82,17 @@ def run(link: ParentLink) -> None:
         link.fatal(str(error), user=True)
 
 
-def lock_gpu(config: Config, gpu: str) -> None:
-    """Lock the rank's GPU until the end of this process, unless GPUs may be shared. Raises GpuLockError."""
-    if config.parallel.gpu_locks:
-        take_gpu(gpu, config.parallel.gpu_locks)
+def lock_gpu(spec: ChildSpec, gpus: Sequence[str]) -> None:
+    """Lock the rank's GPU until the end of this process, unless GPUs may be shared.
+
+    gpus: names of those that this machine's ranks of all replicas use. When these start together, they lock them in the
+    order of the names, as other engines do. Raises GpuLockError.
+    """
+    own = gpus[make_coords(spec).device_index]
+    all_start = not spec.life and not spec.warm
+    before = max((gpu for gpu in gpus if gpu < own), default=None) if all_start else None
+    if folder := spec.config.parallel.gpu_locks:
+        take_gpu(own, folder, before)
 
 
 def serve_simulated(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank]) -> NoReturn:
@@ -100,7 +107,8 @@ def serve_simulated(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbo
     matchers = None if vocabulary is None else RowMatchers(vocabulary, ready.max_seqs, count_mask_threads(1))
     rank = SimulatedRank(ready, config.simulated, matchers=matchers)
     if config.simulated.gpu:
-        lock_gpu(config, f"{config.simulated.gpu}-{name_gpu(make_coords(link.spec).device_index, os.environ)}")
+        count = make_coords(link.spec).num_sharing
+        lock_gpu(link.spec, [f"{config.simulated.gpu}-{name_gpu(index, os.environ)}" for index in range(count)])
     announce(link, results, ready)
     answers = link.spec.rank == link.spec.topology.layout.answering
     while True:
@@ -310,7 +318,7 @@ def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Collect], Callable[[
         place,
         stages,
         compiles_first=spec.warm,
-        lock_gpu=partial(lock_gpu, config),
+        lock_gpu=partial(lock_gpu, spec),
         vocabulary=make_vocabulary(spec) if place.is_last else None,
     )
     runner = factory.build()

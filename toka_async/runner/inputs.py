@@ -154,11 +154,11 @@ def make_attention_batch(
         write_indices=write_indices,
         groups=groups,
         windows=rows.on_device.describe_windows(write_indices),
-        states=None if step_rows.num_decode == step_rows.slots.size else _find_saves(step_rows),
+        states=None if step_rows.num_decode == step_rows.slots.size else find_saves(step_rows),
     )
 
 
-def _find_saves(step_rows: StepRows) -> ChunkStates:
+def find_saves(step_rows: StepRows) -> ChunkStates:
     """Finds the states to keep within the chunks: a step in parts has each in the part that computes its last token."""
     first = step_rows.num_decode
     slots, lengths, ends = step_rows.slots[first:], step_rows.lengths[first:], step_rows.contexts[first:]

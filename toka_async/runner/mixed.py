@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from toka_async.arrays import Int32, Int64
-from toka_async.attention.base import AttentionBatch, MixedAttention, PrefixGroup
+from toka_async.attention.base import AttentionBatch, ChunkRows, MixedAttention, PrefixGroup
 from toka_async.attention.copies import pin
 from toka_async.kernels.decode_rows import NEXT_TOKEN, begin_rows
 from toka_async.runner.graphs import DecodeGraphs
-from toka_async.runner.inputs import SampledTokens, StepModel, StepRows, read_chunk_ids
+from toka_async.runner.inputs import SampledTokens, StepModel, StepRows, find_saves, read_chunk_ids
 from toka_async.runner.rows import RowTables
 from toka_async.runner.token_history import TokenHistory
 
@@ -176,7 +176,9 @@ class _GraphInputs:
         values, (*parts, cells) = self._make_empty()
         for part, column in zip(parts, columns, strict=True):
             part[: column.size] = column
-        attention.describe_chunks(cells[: len(self.chunks)], split, lengths[split:], contexts[split:])
+        sizes = len(self.token_ids), self.num_rows, split
+        chunks = ChunkRows(*sizes, lengths[split:], contexts[split:], find_saves(step_rows))
+        attention.describe_chunks(cells[: len(self.chunks)], chunks)
         self._upload(values)
 
     def take_sampled(self, step_rows: StepRows) -> SampledTokens:

@@ -5,8 +5,9 @@ Knows the model's shape and the limits; the caller measures what a step really n
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -81,18 +82,19 @@ def check_largest_step(
     dtype: torch.dtype,
     cache: CacheConfig,
     device: torch.device,
-    share: float = 1.0,
+    shares: MemoryShares,
     num_parts: int = 1,
 ) -> None:
-    """Refuses limits whose largest step cannot fit in a share of the memory that is left, before it is tried.
+    """Refuses limits whose states or largest step cannot fit in their share of the memory, before they are tried.
 
     num_parts: micro-batches of a step.
     Raises ModelError that names the setting that takes more, and one that fits.
     """
-    free = int(share * (read_free_cuda_memory(device, cache.memory_fraction) - _count_slab_bytes(spec, limits)))
+    left = read_free_cuda_memory(device, cache.memory_fraction) - _count_slab_bytes(spec, limits)
+    check_states(spec, limits, cache, dtype, int(shares.states * left))
+    free = int(shares.step * (left - count_states_bytes(spec, limits, cache, dtype)))
     token = count_token_bytes(spec, dtype, num_parts, resolve_stored_dtype(cache, dtype))
     row = count_row_bytes(spec, limits, dtype, cache.page_size, num_parts)
-    free -= resolve_num_snapshots(cache, spec, limits.max_seqs) * spec.count_state_bytes(dtype.itemsize)
     needed = limits.max_tokens * token + limits.max_seqs * row
     if needed <= free:
         return
@@ -104,6 +106,45 @@ def check_largest_step(
         f"{settings}: the largest step takes about {needed >> 20} MiB where {max(free, 0) >> 20} MiB are free; "
         + (f"use at most {advice}" if fits else "use a smaller model, or raise cache.memory_fraction")
     )
+
+
+def count_states_bytes(spec: ModelSpec, limits: RankLimits, cache: CacheConfig, dtype: torch.dtype) -> int:
+    """Counts the bytes of all recurrent states, see `StateCache`: of rows, of padding, and snapshots."""
+    num_states = limits.max_seqs + 1 + resolve_num_snapshots(cache, spec, limits.max_seqs)
+    return num_states * spec.count_state_bytes(dtype.itemsize)
+
+
+def check_states(spec: ModelSpec, limits: RankLimits, cache: CacheConfig, dtype: torch.dtype, free: int) -> None:
+    """Raises ModelError if recurrent states take more bytes than are free for them."""
+
+    def count(max_seqs: int) -> int:
+        return count_states_bytes(spec, replace(limits, max_seqs=max_seqs), cache, dtype)
+
+    needed, free = count(limits.max_seqs), max(free, 0)
+    if needed <= free:
+        return
+    fits = bisect_right(range(1, limits.max_seqs), free, key=count)
+    raise ModelError(
+        f"schedule.max_seqs={limits.max_seqs}: the states of recurrent layers, with snapshots (cache.num_snapshots), "
+        f"take {needed >> 20} MiB, {spec.count_state_bytes(dtype.itemsize) >> 20} MiB each, where {free >> 20} MiB are "
+        f"free; " + (f"use at most {fits}" if fits else "use a smaller model, or raise cache.memory_fraction")
+    )
+
+
+@dataclass(slots=True, frozen=True)
+class MemoryShares:
+    """The most that recurrent states may take of the memory beside the weights, and the largest step of the rest.
+
+    What is automatic leaves half of the memory.
+    """
+
+    states: float = 1.0
+    step: float = 1.0
+
+
+def choose_shares(schedule: ScheduleConfig) -> MemoryShares:
+    is_auto = "auto" in (schedule.max_seqs, schedule.max_tokens)
+    return MemoryShares(0.5 if schedule.max_seqs == "auto" else 1.0, 0.5 if is_auto else 1.0)
 
 
 def fit_limits(
@@ -214,11 +255,10 @@ def count_graph_rows(graphs: GraphsConfig, spec: ModelSpec, dtype: torch.dtype, 
 
 
 def count_row_bytes(spec: ModelSpec, limits: RankLimits, dtype: torch.dtype, page_size: int, num_parts: int = 1) -> int:
-    """Counts the bytes of a row: its logits, its lines in page tables, its sampling parameters, its state."""
+    """Counts the bytes of a row: its logits, its lines in page tables, its sampling parameters."""
     logits = -(-spec.count_logit_bytes(dtype.itemsize) // num_parts)
-    state = spec.count_state_bytes(dtype.itemsize)
-    tables = 2 if spec.window else 1
-    return logits + spec.vocab_size // 4 + tables * 4 * limits.max_context // page_size + state
+    num_tables = 2 if spec.window else 1
+    return logits + spec.vocab_size // 4 + num_tables * 4 * limits.max_context // page_size
 
 
 def limit_part(limits: RankLimits, num_parts: int) -> RankLimits:

@@ -119,9 +119,10 @@ def name_device(device: torch.device) -> str:
     return f"CPU ({num_threads} thread{'' if num_threads == 1 else 's'})"
 
 
-def name_gpu(device: torch.device) -> str:
-    """Names a GPU as no other one in the world. A part of a GPU (MIG) has a UUID of its own since CUDA 12."""
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+def name_gpus(most: int) -> list[str]:
+    """Names the first GPUs as no others in the world. A part of a GPU (MIG) has a UUID of its own since CUDA 12."""
+    count = min(most, torch.cuda.device_count())
+    return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(count)]
 
 
 def name_dtype(dtype: torch.dtype) -> str:

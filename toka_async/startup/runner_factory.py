@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +57,7 @@ from toka_async.runner.samples import RowShares
 from toka_async.startup.build_model import build_model
 from toka_async.startup.cache_size import (
     check_largest_step,
+    choose_shares,
     compute_cache_memory,
     count_graph_bytes,
     count_graph_rows,
@@ -77,7 +78,7 @@ from toka_async.startup.device import (
     check_weight_formats,
     has_kernels,
     name_dtype,
-    name_gpu,
+    name_gpus,
     name_types,
     open_tuning_cache,
     resolve_device,
@@ -118,14 +119,14 @@ class RunnerFactory:
         coords: RankCoords = ALONE,
         stages: StartupProgress | None = None,
         compiles_first: bool = True,
-        lock_gpu: Callable[[str], None] = lambda _uuid: None,
+        lock_gpu: Callable[[Sequence[str]], None] = lambda _uuids: None,
         vocabulary: GrammarVocabulary | None = None,
     ) -> None:
         """Connects to the other ranks. Raises ModelError that names the field and the fix.
 
         stages: shows the start; None: nobody looks. compiles_first: FlashInfer's missing modules are compiled before
-        the runner is ready, not in the background afterwards. lock_gpu: called with the GPU's UUID before it is used.
-        vocabulary: for grammars; None: no request has one.
+        the runner is ready, not in the background afterwards. lock_gpu: called with the UUIDs of this machine's
+        ranks before the GPU is used. vocabulary: for grammars; None: no request has one.
         """
         self.model_dir = model_dir
         spec = msgspec.structs.replace(spec, fp32_logits=config.model.fp32_logits)
@@ -142,7 +143,7 @@ class RunnerFactory:
         with self.stages.stage("device", f"starting the device{others}"):
             self.device = resolve_device(config.model, coords)
             if self.device.type == "cuda":
-                lock_gpu(name_gpu(self.device))
+                lock_gpu(name_gpus(coords.num_sharing))
             self.groups = make_groups(coords, self.device)
         check_weight_formats(spec, self.device)
         reason = explain_no_states(self.device, config.model.batch_invariant) if spec.recurrences else ""
@@ -384,13 +385,13 @@ class RunnerFactory:
         """Lowers limits that are `auto` until the largest step fits every rank's GPU. Raises ModelError."""
         cache, schedule, world = self.config.cache, self.config.schedule, self.groups.world
         num_parts = self.coords.num_micro_batches
-        # What is automatic leaves half of the memory to the cache.
-        share = 0.5 if "auto" in (schedule.max_seqs, schedule.max_tokens) else 1.0
+        shares = choose_shares(schedule)
 
         def check(tried: RankLimits) -> None:
-            check_largest_step(self.counted_spec, tried, self.dtype, cache, self.device, share, num_parts)
+            check_largest_step(self.counted_spec, tried, self.dtype, cache, self.device, shares, num_parts)
 
         row = count_row_bytes(self.counted_spec, self.limits, self.dtype, cache.page_size, num_parts)
+        row += self.counted_spec.count_state_bytes(self.dtype.itemsize)
         token = count_token_bytes(self.counted_spec, self.dtype, num_parts, self.cache_format.dtype)
         fitting = fit_limits(self.limits, schedule, check, row, token)
         return replace(fitting, max_seqs=world.minimum(fitting.max_seqs), max_tokens=world.minimum(fitting.max_tokens))

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from toka_async.transfer.errors import TransferTimeoutError
 
-EVERY = 0.0005  # seconds between two looks
+EVERY = 0.0005
 
 
 class Deadline:
@@ -27,9 +27,9 @@ class Deadline:
     def make_error(self, what: str) -> TransferTimeoutError:
         return TransferTimeoutError(f"{what} did not end within {self._seconds:g} s")
 
-    def wait_until(self, is_done: Callable[[], bool], what: str) -> None:
-        """Raises TransferTimeoutError."""
+    def wait_until(self, is_done: Callable[[], bool], what: str, every: float = EVERY) -> None:
+        """Raises TransferTimeoutError. every: seconds between two looks."""
         while not is_done():
             if self._clock() > self._end:
                 raise self.make_error(what)
-            time.sleep(EVERY)
+            time.sleep(every)

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 
 from toka_async.control import NcclTransfer
 from toka_async.transfer.deadline import Deadline
 from toka_async.transfer.errors import TransferError
+from toka_async.transfer.store import open_store
 from toka_async.transfer.unique_id import KEY, SIZE, read_unique_id, write_unique_id
 
 _SUCCESS, _IN_PROGRESS = 0, 7
@@ -192,20 +192,13 @@ def join_nccl(transfer: NcclTransfer, rank: int, device: torch.device, deadline:
     unique_id = transfer.unique_id
     try:
         if not unique_id:
-            store = TCPStore(
-                transfer.address,
-                transfer.port,
-                transfer.world_size,
-                rank == 0,
-                deadline.left,
-                use_libuv=False,
-            )
+            store = open_store(transfer.address, transfer.port, transfer.world_size, rank, deadline)
             if rank == 0:
                 unique_id = make_unique_id()
                 store.set(KEY, write_unique_id(unique_id))  # type: ignore[arg-type]  # bytes are right
             else:
                 unique_id = read_unique_id(store.get(KEY))
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, TransferError) as error:
         raise TransferError(
             f"rank {rank} of {transfer.world_size} found no ncclUniqueId at {transfer.address}:{transfer.port}: "
             f"{str(error).partition(chr(10))[0][:300]}"

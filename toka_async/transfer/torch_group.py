@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
-from torch.distributed.rendezvous import rendezvous
 
 from toka_async.control import GroupTransfer
 from toka_async.transfer.deadline import Deadline
 from toka_async.transfer.errors import TransferError
+from toka_async.transfer.store import open_store
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -63,12 +63,11 @@ class TorchGroup:
 
 def join_torch_group(transfer: GroupTransfer, rank: int, device: torch.device, deadline: Deadline) -> TorchGroup:
     """Joins as `rank` of the group. device: for NCCL. Raises TransferError when the others do not come in time."""
-    timeout, name = deadline.left, transfer.name
+    name = transfer.name
     helper: Any = distributed_c10d._new_process_group_helper
     try:
-        address = f"tcp://{transfer.address}:{transfer.port}"
-        store, _, _ = next(rendezvous(address, rank, transfer.world_size, timeout=timeout))
-        store.set_timeout(timeout)
+        store = open_store(transfer.address, transfer.port, transfer.world_size, rank, deadline)
+        store.set_timeout(deadline.left)
         with _reachable(transfer.address):
             group, _ = helper(
                 transfer.world_size,
@@ -77,11 +76,12 @@ def join_torch_group(transfer: GroupTransfer, rank: int, device: torch.device, d
                 dist.Backend(transfer.backend),
                 PrefixStore(name, store),
                 group_name=name,
-                timeout=timeout,
+                timeout=deadline.left,
             )
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, TransferError) as error:
         raise TransferError(
-            f"rank {rank} of {transfer.world_size} could not join {name!r} at {address}: {first_line(error)}"
+            f"rank {rank} of {transfer.world_size} could not join {name!r} at {transfer.address}:{transfer.port}: "
+            f"{first_line(error)}"
         ) from None
     distributed_c10d._world.pg_group_ranks[group] = {each: each for each in range(transfer.world_size)}
     return TorchGroup(group, device if transfer.backend == "nccl" else torch.device("cpu"))

@@ -127,6 +127,20 @@ def test_a_restarted_replica_locks_its_gpu_again(tmp_path: Path) -> None:
         wait_until_gone([lost])
 
 
+def test_engines_that_start_at_once_do_not_wait_for_each_other_in_a_circle(tmp_path: Path) -> None:
+    """While one has not got its first GPU, it holds no other, so the one that has the first gets all."""
+    first = tmp_path / "toka-async-pretended-0.lock"
+    with first.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with started(tmp_path, *command(tmp_path, "parallel.dp=2")) as starter:
+            wait_until(lambda: "pretended-0: another process uses it" in said(tmp_path))
+            with (tmp_path / "toka-async-pretended-1.lock").open("w") as second:
+                fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.close()
+            assert starter.stdout is not None
+            assert "serving" in starter.stdout.readline()
+
+
 def test_any_descriptor_can_be_the_lifeline(tmp_path: Path) -> None:
     """What comes through it means nothing."""
     end, held = os.pipe()

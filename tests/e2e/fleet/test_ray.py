@@ -8,6 +8,9 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -259,6 +262,45 @@ def test_a_mistake_is_reported_with_the_engines_words() -> None:
     with Fleet(1, "/no/such/model", device="simulated") as fleet:
         wait_until(lambda: fleet.list_statuses()[0].failures)
         assert "exit code 2): toka-async: model.path=/no/such/model" in fleet.list_statuses()[0].problem
+
+
+@pytest.mark.slow
+def test_a_replica_over_two_nodes_starts_again_when_one_is_lost(cluster: Cluster, tmp_path: Path) -> None:
+    """By the example for it. Its end ends everything."""
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    options = ["--nodes=2", "--gpus=0", "--cpus=0.1", f"--port={port}", "demo", "model.device=simulated"]
+    command = [sys.executable, "configs/deploy/ray_nodes.py", *options, "parallel.pp=2", "server.port=0"]
+    environment = {**os.environ, "RAY_ADDRESS": cluster.address}
+    log = tmp_path / "log"
+
+    def says(words: str) -> bool:
+        assert program.poll() is None, log.read_text()
+        return words in log.read_text()
+
+    def find_nodes() -> list[int]:
+        return [pid for pid in list_parents() if f":{port} --index" in read_command(pid)]
+
+    with log.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=file, env=environment) as program:
+        try:
+            wait_until(lambda: says("serving demo at"), log.read_text, JOB_SECONDS)
+            before = find_nodes()
+            assert len(before) == 2
+            (agent,) = (pid for pid in before if "--index 1" in read_command(pid))
+            os.kill(list_parents()[agent], signal.SIGKILL)
+            wait_until_gone([agent])
+            wait_until(lambda: says("replica 0 is back"), log.read_text, JOB_SECONDS)
+            after = find_nodes()
+            assert len({*after} - {*before}) == 1
+        finally:
+            program.kill()
+    wait_until_gone([*before, *after])
+
+
+def read_command(pid: int) -> str:
+    with suppress(OSError):  # it has ended meanwhile
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    return ""
 
 
 @pytest.mark.slow  # 80 CPU seconds: with the tests above more than Ray may take of CI's time

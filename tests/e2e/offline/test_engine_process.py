@@ -163,6 +163,10 @@ if "fork" in sys.argv:
             print(error, flush=True)
         sys.exit()
     os.waitpid(pid, 0)
+if "with copy" in sys.argv:
+    import os
+    if not os.fork():
+        sys.exit(sys.stdin.read())
 if "short" in sys.argv:
     print(llm.generate([5], SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids, flush=True)
 else:
@@ -173,7 +177,8 @@ else:
 
 def start_script(*arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", SCRIPT, *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(command, **pipes, text=True)
 
 
 def test_a_script_that_just_ends_leaves_nothing_and_says_nothing(socket_folders: Path) -> None:
@@ -229,13 +234,14 @@ def test_an_interrupted_script_ends_as_scripts_do(state: str, socket_folders: Pa
     assert not list(socket_folders.iterdir())
 
 
-@pytest.mark.parametrize("state", ["loading", "generating"])
+@pytest.mark.parametrize("state", ["loading", "generating", "with copy"])
 def test_a_killed_script_takes_its_engine_along(state: str) -> None:
-    with start_script(*(["loading"] if state == "loading" else ["simulated"])) as script:
+    """Also while a copy of the script lives, made by fork, such as a worker of a data loader."""
+    with start_script(*(["loading"] if state == "loading" else ["simulated", state])) as script:
         pids = wait_for_engine(script, state)
         script.kill()
         script.wait(SECONDS)
-    wait_until_gone(pids.values())
+        wait_until_gone([pid for name, pid in pids.items() if name != "with copy"])
 
 
 def wait_for_engine(script: subprocess.Popen[str], state: str) -> dict[str, int]:

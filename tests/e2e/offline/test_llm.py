@@ -186,6 +186,21 @@ def test_a_wrong_request_is_refused_and_the_engine_goes_on(llm: LLM) -> None:
     assert generate_one(llm, [5], GREEDY).finished
 
 
+def test_token_ids_have_an_older_name_too(llm: LLM) -> None:
+    (named,) = llm.generate(prompt_token_ids=[[5, 6]], sampling_params=GREEDY, use_tqdm=False)
+    assert named.outputs == generate_one(llm, [5, 6], GREEDY).outputs
+    with pytest.raises(ValueError, match="give one of them"):
+        llm.generate("Question:", prompt_token_ids=[[5]], use_tqdm=False)
+    with pytest.raises(ValueError, match="prompts: give text, token ids"):
+        llm.generate(use_tqdm=False)
+
+
+def test_methods_that_only_vllm_has_are_refused_with_advice(llm: LLM) -> None:
+    assert not hasattr(llm, "collective_rpc")
+    with pytest.raises(AttributeError, match=r"LLM.beam_search: not supported; use SamplingParams\(n=…\)"):
+        llm.beam_search(["a"], None)  # type: ignore[attr-defined]
+
+
 def test_priorities_are_one_or_many(llm: LLM) -> None:
     for priority in (1, [1, 2]):
         assert len(llm.generate(OTHERS, GREEDY, use_tqdm=False, priority=priority)) == 2

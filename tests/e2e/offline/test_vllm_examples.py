@@ -1,7 +1,7 @@
 """Programs as vLLM's documentation shows them for offline work run after only their imports are changed.
 
 Ports of its examples basic, chat (with its command line), prefix caching and async streaming, and of what it says of
-prompts, samples and log-probs. The model is the built-in one.
+prompts, samples, log-probs and structured outputs. The model is the built-in one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tests.drivers.until import SECONDS
 BASIC = """
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
+from vllm.sampling_params import StructuredOutputsParams
 
 prompts = [
     "Question: Ben has 3 apples and buys 4.",
@@ -61,6 +62,11 @@ def main():
     by_text = llm.generate([{"prompt": prompt} for prompt in prompts], sampling_params=greedy, use_tqdm=False)
     print("same", [each.outputs[0].text for each in by_ids] == [each.outputs[0].text for each in by_text])
     print("same", [each.outputs[0].text for each in by_dicts] == [each.outputs[0].text for each in by_text])
+
+    # Structured outputs.
+    choice = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["Positive", "Negative"]))
+    (chosen,) = llm.generate(prompts=prompts[0], sampling_params=choice)
+    print("choice", chosen.outputs[0].text in ("Positive", "Negative"))
 
     # Prefix caching.
     warmed = llm.generate([prompts[0] * 20], greedy)
@@ -204,6 +210,7 @@ scored True
 samples [0, 1, 2, 3]
 same True
 same True
+choice True
 cached True True
 context 512
 """,

@@ -222,6 +222,24 @@ def test_thoughts_end_at_their_budget(server: Serving) -> None:
         assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "")
 
 
+def test_thoughts_end_at_their_budget_outside_of_chats(server: Serving) -> None:
+    """Completions, vLLM's and SGLang's routes, and direct submission; a prompt has begun the thought."""
+    prompt = "Q: 3 + 4? <think>"
+    budget: Any = {"thinking_token_budget": 6}
+    fields: Any = {"max_tokens": 30, "seed": 3}
+    whole = ask(server, "/v1/completions", {"prompt": prompt, "return_token_ids": True, **fields, **budget})
+    (choice,) = whole["choices"]
+    found = [choice["token_ids"]]
+    sampling = {"custom_params": {"thinking_budget": 6}, "max_new_tokens": 30, "sampling_seed": 3}
+    found += [ask(server, "/generate", {"text": prompt, "sampling_params": sampling})["output_ids"]]
+    tokens = {"token_ids": choice["prompt_token_ids"], "sampling_params": fields | budget}
+    found += [ask(server, "/inference/v1/generate", tokens)["choices"][0]["token_ids"]]
+    with SyncClient(URL) as client:
+        found += [client.generate(prompt, text=False, **fields, **budget).samples[0].token_ids.tolist()]
+    for ids in found:
+        assert ids.index(THINK + 1) <= 6
+
+
 FUNCTIONS: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
 
 

@@ -157,6 +157,28 @@ async def until_held(trainer: Trainer, count: int) -> None:
         count -= await trainer.abort()
 
 
+async def test_spans_cover_every_token_of_every_sample_once(served: Served) -> None:
+    async with trainer_of(served) as (client, trainer):
+        task = asyncio.create_task(sample(client, n=2))
+        names = ["default"]
+        while not task.done() and len(names) < 3:
+            while not served.server.metric("num_requests_running"):
+                await asyncio.sleep(0.001)
+            await trainer.pause("keep")
+            names.append(f"v{len(names)}")
+            await trainer.update_from((served.old, served.new)[len(names) % 2], names[-1])
+            await trainer.resume()
+        samples = [each for result in await asyncio.wait_for(task, 120) for each in result.samples]
+        assert len(names) == 3
+        assert len(samples) == 2 * len(PROMPTS)
+        for each in samples:
+            ends = [0, *(span.end for span in each.versions)]
+            assert [span.start for span in each.versions] == ends[:-1]
+            assert ends[-1] == each.token_ids.size == each.logprobs.size
+            assert all(span.start < span.end for span in each.versions)
+            assert [span.version for span in each.versions] == sorted({span.version for span in each.versions})
+
+
 def greedy_of(folder: Path) -> list[list[int]]:
     """What an engine gives that started with these weights."""
     engine = Engine(folder, batch_invariant=True)

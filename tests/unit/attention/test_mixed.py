@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from tests.unit.attention.test_paged import ALONE, DEVICE, DIM, Case
 from toka_async.attention import triton
-from toka_async.attention.base import AttentionBatch
+from toka_async.attention.base import AttentionBatch, ChunkRows, ChunkStates
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.mixed import MixedGraphAttention
 from toka_async.attention.reference import ReferenceAttention
@@ -58,7 +58,7 @@ class Graph:
         self.grouped = grouped
 
     def fill(self, batch: AttentionBatch) -> None:
-        split, chunks = batch.num_decode, slice(batch.num_decode, None)
+        split, behind = batch.num_decode, slice(batch.num_decode, None)
         self.batch.contexts.zero_()
         self.batch.contexts[:split] = batch.contexts[:split]
         self.batch.slots.zero_()
@@ -66,8 +66,11 @@ class Graph:
         self.batch.write_indices.zero_()  # the first page is nobody's
         self.batch.write_indices[: len(batch.write_indices)] = batch.write_indices
         cells = np.zeros(len(self.chunks), np.int32)
-        lengths, contexts = batch.query_lengths[chunks], batch.context_lengths[chunks].astype(np.int64)
-        self.attention.describe_chunks(cells, split, lengths, contexts)
+        lengths, contexts = batch.query_lengths[behind], batch.context_lengths[behind].astype(np.int64)
+        chunks = ChunkRows(
+            len(self.batch.write_indices), self.batch.num_decode, split, lengths, contexts, ChunkStates(lengths)
+        )
+        self.attention.describe_chunks(cells, chunks)
         self.chunks.copy_(torch.from_numpy(cells))
         if self.grouped:
             self.attention.set_groups(batch.groups)

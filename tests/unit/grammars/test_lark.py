@@ -26,6 +26,12 @@ def test_only_choices_match() -> None:
     assert not any(matches(grammar, text) for text in ("ye", "yes ", "Yes", ""))
 
 
+def test_thousands_of_choices_are_followed_to_their_ends() -> None:
+    grammar = make_grammar(write_choice([f"choice no. {number} of many" for number in range(5000)]))
+    assert matches(grammar, "choice no. 4711 of many")
+    assert not matches(grammar, "choice no. 5000 of many")
+
+
 def test_a_regular_expression_matches_the_whole_text() -> None:
     grammar = make_grammar(write_regex(r'[a-c]{2}/\d+\n"x"'))
     assert matches(grammar, 'ab/17\n"x"')

@@ -140,6 +140,23 @@ def test_a_grammar_is_compiled_once_for_few_rows_and_for_many_not_once_each(monk
     assert len(compiled) == 4  # twice the threads
 
 
+def test_a_grammar_that_takes_long_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows of a rank wait while it compiles."""
+    monkeypatch.setattr(module, "LONG", -1)
+    matchers = RowMatchers(make_vocabulary(), 64, 2)
+    slots = start_rows(matchers, ['start: "a"'] * 40)
+    assert len({row.original for row in matchers.take(slots)}) == 1
+
+
+def test_rows_of_one_original_are_neighbours(matchers: RowMatchers) -> None:
+    """Threads would wait for each other at the lexer that such rows share."""
+    slots = start_rows(matchers, ['start: "a"', 'start: "b"'] * 5)
+    mixed = slots[::-1].copy()
+    originals = [row.original for row in matchers.take(mixed[matchers.find(mixed)])]
+    assert originals == sorted(originals)
+    assert len(set(originals)) == 2
+
+
 def test_grammars_that_nobody_asked_for_lately_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_GRAMMARS", 2)
     matchers = RowMatchers(make_vocabulary(), 8, 1)

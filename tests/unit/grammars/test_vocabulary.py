@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cases.grammars import DEMO, END_IDS, NUM_TOKENS, make_vocabulary
-from toka_async.grammars.lark import GrammarError
+from tests.cases.grammars import DEMO, END_IDS, NUM_TOKENS, load_tokenizer, make_vocabulary
+from toka_async.grammars.lark import GrammarError, make_grammar, write_json
 from toka_async.grammars.vocabulary import GrammarVocabulary, shorten_error
 from toka_async.text.tokenizer import read_for_grammars
 
@@ -43,3 +43,24 @@ def test_ids_above_the_tokenizer_are_never_allowed() -> None:
 def test_long_errors_are_cut() -> None:
     assert shorten_error("x" * 5000).endswith("x…")
     assert shorten_error("at 1(8): failed to compile JSON schema: bad\n   1 | start: x\n   ^") == "bad"
+
+
+def test_a_grammar_without_an_end_is_refused_in_words() -> None:
+    with pytest.raises(GrammarError, match=r"it has no end, so no output matches it$"):
+        make_vocabulary().check(make_grammar(write_json({"$ref": "#"}, strict=True)))
+
+
+def test_classes_of_tokens_change_no_mask() -> None:
+    from llguidance import LLMatcher, LLTokenizer
+
+    text = '{"a": "Zoë said", "b": 12}'
+    schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}, "b": {"type": "integer"}}}
+    grammar = make_grammar(write_json(schema, strict=True))
+    plain = LLMatcher(
+        LLTokenizer(read_for_grammars(DEMO), n_vocab=NUM_TOKENS, eos_token=[*END_IDS], slices=[]), grammar
+    )
+    ours = make_vocabulary().compile(grammar)
+    for token in load_tokenizer().encode(text, False):
+        assert ours.compute_bitmask() == plain.compute_bitmask()
+        assert ours.consume_token(token)
+        assert plain.consume_token(token)

@@ -106,6 +106,7 @@ def test_a_file_for_a_server_is_refused(tmp_path: Path) -> None:
         {"disable_log_stats": True},
         {"max_model_len": -1, "max_logprobs": 20, "swap_space": 4, "max_lora_rank": 16, "revision": "main"},
         {"compilation_config": None, "hf_overrides": {}, "logits_processors": [], "served_model_name": None},
+        {"structured_outputs_config": {"backend": "auto"}},
         {"anything": None},
     ],
 )
@@ -126,6 +127,7 @@ def test_what_asks_for_nothing_is_taken(options: dict[str, Any]) -> None:
         ({"cache": 5}, ["cache: expected its keys", "got 5"]),
         ({"served_model_name": ["a", "b"]}, ["served_model_name: expected one value"]),
         ({"hf_overrides": {"x": 1}}, ["hf_overrides", "leave it out"]),
+        ({"structured_outputs_config": {"backend": "outlines"}}, ["one library for grammars"]),
         ({"enforce_eager": "yes"}, ["enforce_eager", "True or False"]),
         ({"max_num_seqs": "many"}, ["schedule.max_seqs"]),
         ({"cache": {"num_token": 1}}, ["cache.num_token", "did you mean cache.num_tokens?"]),

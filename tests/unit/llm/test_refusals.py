@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from toka_async.llm.refusals import check_arguments
+from toka_async.llm.refusals import check_arguments, explain_missing
 
 
 def test_arguments_that_ask_for_nothing_are_taken() -> None:
@@ -14,3 +14,9 @@ def test_others_are_refused_by_name() -> None:
         check_arguments({"lora_request": object()})
     with pytest.raises(TypeError, match="'use_tdqm'"):
         check_arguments({"use_tdqm": False})
+
+
+def test_methods_that_only_vllm_has_are_explained() -> None:
+    assert "AsyncLLM" in explain_missing("enqueue")
+    assert "prompt_logprobs" in explain_missing("score")
+    assert explain_missing("generat") == "'LLM' object has no attribute 'generat'"

@@ -46,6 +46,7 @@ def test_every_field_reaches_the_engine() -> None:
         "skip_special_tokens": False,
         "include_stop_str_in_output": True,
         "allowed_token_ids": [1, 2],
+        "thinking_token_budget": 9,
     }
     fields = SamplingParams(**given, logit_bias={5: -1.0}, stop="a").make_fields()
     assert given.items() <= fields.items()

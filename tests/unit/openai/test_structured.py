@@ -84,6 +84,7 @@ def test_objects_are_closed_only_where_they_name_properties() -> None:
         ({"guided_grammar": "root ::= ((("}, "guided_grammar"),
         ({"regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ({"regex": "a", "allowed_token_ids": [5]}, "allowed_token_ids"),
         ({"regex": "a" * (MAX_GRAMMAR + 1)}, "regex"),
     ],
 )

@@ -24,7 +24,7 @@ from toka_async.procs import rank
 from toka_async.procs.child import Alive, ChildSpec, Fatal, ParentLink, Started, Status
 from toka_async.procs.progress import WorkProgress
 from toka_async.procs.rank import Collect, announce, make_resources, make_sender, send_results, serve
-from toka_async.topology import Layout, local_topology
+from toka_async.topology import Layout, local_topology, make_layout
 from toka_async.transport.life_sockets import OTHERS_FIRST
 from toka_async.transport.zmq_sockets import ZmqInbox, ZmqOutbox
 
@@ -38,20 +38,24 @@ READY = Ready(
 )
 
 
+def make_spec(config: Config) -> ChildSpec:
+    return ChildSpec(
+        role="rank",
+        config=config,
+        topology=local_topology(Path("unused"), make_layout(config)),
+        model_dir="",
+        tokenizer_dir="",
+        served_name="",
+        shape=read_spec(resolve_model("demo")),
+    )
+
+
 class Link(ParentLink):
     """A child's link without a parent: keeps what would be said, and ends a thread in place of the process."""
 
     def __init__(self) -> None:
         self.on_beat = lambda: self.report(Alive())
-        self.spec = ChildSpec(
-            role="rank",
-            config=Config(),
-            topology=local_topology(Path("unused")),
-            model_dir="",
-            tokenizer_dir="",
-            served_name="",
-            shape=read_spec(resolve_model("demo")),
-        )
+        self.spec = make_spec(Config())
         self.statuses: list[Status] = []
         self.code: int | None = None
 
@@ -386,9 +390,25 @@ def test_a_rank_tells_of_its_gpu_and_of_a_step_that_hangs(
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_gpu_is_locked_unless_engines_share_it(tmp_path: Path, shared: bool) -> None:
-    config = Config(parallel=ParallelConfig(gpu_locks="" if shared else str(tmp_path)))
-    rank.lock_gpu(config, "GPU-1")
+    rank.lock_gpu(make_spec(Config(parallel=ParallelConfig(gpu_locks="" if shared else str(tmp_path)))), ["GPU-1"])
     assert [path.name for path in tmp_path.iterdir()] == ([] if shared else ["toka-async-GPU-1.lock"])
+
+
+@pytest.mark.parametrize(
+    ("replica", "life", "warm", "after"),
+    [(0, 0, False, "GPU-1"), (1, 0, False, "GPU-2"), (2, 0, False, None), (1, 1, False, None), (1, 0, True, None)],
+)
+def test_gpus_are_locked_in_the_order_of_their_names_by_ranks_that_start_together(
+    monkeypatch: pytest.MonkeyPatch, replica: int, life: int, warm: bool, after: str | None
+) -> None:
+    """A replica that starts again waits for no other one, and a warm-up has only one."""
+    taken: list[tuple[str, str, str | None]] = []
+    monkeypatch.setattr(rank, "take_gpu", lambda *wanted: taken.append(wanted))
+    config = Config(parallel=ParallelConfig(dp=3, gpu_locks="/locks"))
+    spec = msgspec.structs.replace(make_spec(config), replica=replica, life=life, warm=warm)
+    gpus = ["GPU-2", "GPU-3", "GPU-1"]
+    rank.lock_gpu(spec, gpus)
+    assert taken == [(gpus[replica], "/locks", after)]
 
 
 @pytest.mark.parametrize(

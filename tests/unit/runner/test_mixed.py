@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.cases.models import make_checkpoint
 from tests.drivers.rows import VOCAB, Driver, Request, Row
 from tests.drivers.thread_ranks import run_ranks
 from tests.fakes.graphs import FakeGraphs
@@ -19,7 +20,9 @@ from toka_async.arrays import as_f32, as_i32
 from toka_async.attention.base import PrefixGroup
 from toka_async.attention.build import BuiltAttention
 from toka_async.attention.kv_cache import make_cache
+from toka_async.attention.paged import PagedAttention
 from toka_async.attention.reference import ReferenceAttention
+from toka_async.attention.states.build import add_graph_states, add_states, build_states
 from toka_async.checkpoint.spec import read_spec
 from toka_async.messages import Ready, StepDone, TokenSampling
 from toka_async.model.comm import Comm
@@ -220,34 +223,45 @@ def test_results_outlive_the_next_replay(fake_graphs: FakeGraphs) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels that are interpreted need a machine without a GPU")
-@pytest.mark.usefixtures("fake_graphs")
-def test_a_decoder_computes_the_same_tokens(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With our kernels' attention in graphs, against the reference without."""
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+def test_a_decoder_computes_the_same_tokens(
+    tmp_path: Path, family: str, fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With our kernels in graphs of steps with chunks and without, against plain torch without graphs."""
     from toka_async.attention import triton
     from toka_async.attention.mixed import MixedGraphAttention
+    from toka_async.attention.states.triton_ops import TritonStateOps
     from toka_async.attention.triton import TritonChunks, TritonDecode
 
     monkeypatch.setattr(triton, "MERGED_QUERIES", 4)
-    spec, cpu = read_spec(model_dir), torch.device("cpu")
+    spec, cpu = read_spec(make_checkpoint(tmp_path, family)), torch.device("cpu")
     decoder = build_decoder(spec, torch.float32, cpu)
     random_weights(decoder, seed=0)
     ready = Ready(num_pages=40, page_size=4, max_seqs=6, max_context=60, vocab_size=spec.vocab_size, max_tokens=64)
 
-    def make_runner() -> Runner:
+    def make_runner(captured: bool) -> Runner:
         cache = make_cache(spec, ready.num_pages + 1, ready.page_size, torch.float32, cpu)
-        decode, chunks = (
-            partial(TritonDecode, cache, spec.attention.num_heads),
-            partial(TritonChunks, cache, spec.attention.num_heads),
-        )
-        mixed = MixedGraphAttention(cache, spec.attention.num_heads, spec.windows, decode, chunks)
-        built = BuiltAttention(ReferenceAttention(cache, spec.attention.num_heads, spec.windows), mixed=mixed)
-        return Runner(ready, cpu, decoder, cache, built)
+        states = build_states(spec, ready.max_seqs, 0, torch.float32, cpu, can_sleep=False)
+        heads = spec.attention.num_heads
+        if not captured:
+            built = BuiltAttention(ReferenceAttention(cache, heads, spec.windows))
+            return Runner(ready, cpu, decoder, cache, add_states(built, states) if states else built, states=states)
+        parts = partial(TritonDecode, cache, heads), partial(TritonChunks, cache, heads)
+        paged = PagedAttention(cache, heads, spec.windows, *parts)
+        built = BuiltAttention(paged, graphs=paged, mixed=MixedGraphAttention(cache, heads, spec.windows, *parts))
+        if states is not None:
+            built = add_graph_states(built, TritonStateOps(states))
+        return Runner(ready, cpu, decoder, cache, built, SamplingSetup(kernels=True), states=states)
 
-    replaying, plain = make_runner(), make_runner()
+    replaying, plain = make_runner(True), make_runner(False)
     assert replaying.mixed is not None
+    assert replaying.decode is not None
     list(replaying.mixed.capture([16], grouped=False))
+    list(replaying.decode.capture([4], grouped=False))
     asking = TokenSampling(num_logprobs=0, num_prompt_logprobs=0)
-    for done, expected in zip(run(replaying, asking, GREEDY), run(plain, asking, GREEDY), strict=True):
+    pairs = list(zip(run(replaying, asking, GREEDY), run(plain, asking, GREEDY), strict=True))
+    assert (fake_graphs.num_replays("mixed"), fake_graphs.num_replays("step")) == (2, 2)
+    for done, expected in pairs:
         assert as_i32(done.token_ids).tolist() == as_i32(expected.token_ids).tolist()
         np.testing.assert_allclose(as_f32(done.logprobs), as_f32(expected.logprobs), atol=1e-5)
         for chunk, other in zip(done.prompts, expected.prompts, strict=True):

@@ -24,7 +24,9 @@ from toka_async.runner.graphs import list_graph_sizes
 from toka_async.runner.mixed import list_mixed_sizes
 from toka_async.runner.token_history import TokenHistory
 from toka_async.startup.cache_size import (
+    MemoryShares,
     check_largest_step,
+    choose_shares,
     compute_cache_memory,
     count_graph_bytes,
     count_graph_rows,
@@ -38,6 +40,7 @@ from toka_async.startup.cache_size import (
 
 GIB = 1 << 30
 GPU = torch.device("cuda")
+ALL = MemoryShares()
 
 
 @dataclass(slots=True)
@@ -137,9 +140,13 @@ def test_nothing_is_taken_after_the_cache_that_was_not_left_for_it(
 
 
 def test_limits_that_fit(memory: Memory, spec: ModelSpec) -> None:
-    check_largest_step(spec, RankLimits(256, 4096, 2048), torch.bfloat16, CacheConfig(memory_fraction=0.9), GPU)
+    check_largest_step(
+        spec, RankLimits(256, 4096, 2048), torch.bfloat16, CacheConfig(memory_fraction=0.9), GPU, MemoryShares()
+    )
     memory.total = memory.free = 1 * GIB  # a small model in a small GPU
-    check_largest_step(spec, RankLimits(8, 64, 512), torch.bfloat16, CacheConfig(memory_fraction=0.9), GPU)
+    check_largest_step(
+        spec, RankLimits(8, 64, 512), torch.bfloat16, CacheConfig(memory_fraction=0.9), GPU, MemoryShares()
+    )
 
 
 def advised(message: str, limits: RankLimits) -> RankLimits:
@@ -168,11 +175,11 @@ def test_limits_that_do_not_fit(
 ) -> None:
     memory.free = memory.total = gib * GIB
     with pytest.raises(ModelError, match=r"^schedule\.max_.*MiB are free; use at most \d+") as raised:
-        check_largest_step(spec, limits, torch.bfloat16, CacheConfig(memory_fraction=1.0), GPU)
+        check_largest_step(spec, limits, torch.bfloat16, CacheConfig(memory_fraction=1.0), GPU, ALL)
     new = advised(str(raised.value), limits)
     assert [name for name in ("max_seqs", "max_tokens") if getattr(new, name) != getattr(limits, name)] == names
     assert new.max_tokens >= new.max_seqs >= 1
-    check_largest_step(spec, new, torch.bfloat16, CacheConfig(memory_fraction=1.0), GPU)
+    check_largest_step(spec, new, torch.bfloat16, CacheConfig(memory_fraction=1.0), GPU, ALL)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -189,7 +196,7 @@ def test_what_is_advised_fits(memory: Memory, spec: ModelSpec, seqs: int, more: 
 
 def refusal(spec: ModelSpec, limits: RankLimits) -> str:
     try:
-        check_largest_step(spec, limits, torch.float32, CacheConfig(memory_fraction=0.8), GPU)
+        check_largest_step(spec, limits, torch.float32, CacheConfig(memory_fraction=0.8), GPU, ALL)
     except ModelError as error:
         return str(error)
     return ""
@@ -201,7 +208,9 @@ def test_no_memory_at_all(memory: Memory, spec: ModelSpec) -> None:
         r"^schedule.max_seqs=4, schedule.max_tokens=4: .* where 0 MiB are free; use a smaller model, or raise cache"
     )
     with pytest.raises(ModelError, match=message):
-        check_largest_step(spec, RankLimits(4, 4, 10), torch.bfloat16, CacheConfig(memory_fraction=0.5), GPU)
+        check_largest_step(
+            spec, RankLimits(4, 4, 10), torch.bfloat16, CacheConfig(memory_fraction=0.5), GPU, MemoryShares()
+        )
 
 
 def test_rows_and_tokens_take_more_of_a_larger_vocabulary_and_model(tmp_path: Path, spec: ModelSpec) -> None:
@@ -235,6 +244,20 @@ def test_automatic_limits_become_smaller_until_they_fit(
     else:
         fitted = fit_limits(limits, schedule, check, row=8, token=1)
         assert (fitted.max_seqs, fitted.max_tokens) == expected
+
+
+def test_states_have_a_share_of_their_own(memory: Memory, tmp_path: Path) -> None:
+    """Asked for by number they may take all that is left of the step; automatic rows leave half of the memory."""
+    spec = read_spec(make_checkpoint(tmp_path, "qwen3_5_text", linear_value_head_dim=4096, linear_key_head_dim=256))
+    of_one = spec.count_state_bytes(2)
+    memory.total = memory.free = 1000 * of_one
+    few = CacheConfig(memory_fraction=1.0, num_snapshots=99)
+    tried = torch.bfloat16, few, GPU
+    check_largest_step(spec, RankLimits(800, 800, 64), *tried, choose_shares(ScheduleConfig(max_seqs=800)))
+    automatic = choose_shares(ScheduleConfig())
+    with pytest.raises(ModelError, match=rf"^schedule.max_seqs=401: .* {of_one >> 20} MiB each.*; use at most 39\d$"):
+        check_largest_step(spec, RankLimits(401, 401, 64), *tried, automatic)
+    check_largest_step(spec, RankLimits(390, 390, 64), *tried, automatic)
 
 
 def test_rows_with_large_states_leave_chunks_large() -> None:

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from toka_async.arrays import Int32, Int64
+from toka_async.arrays import Int32
 from toka_async.attention.base import (
     AttentionBackend,
     AttentionBatch,
+    ChunkRows,
     GraphAttention,
     MixedAttention,
     PrefixGroup,
@@ -112,9 +113,9 @@ class LayeredMixedAttention(LayeredAttention):
     def count_chunk_cells(self, num_tokens: int, num_rows: int) -> int:
         return len(self.captured) * max(part.count_chunk_cells(num_tokens, num_rows) for part in self.captured)
 
-    def describe_chunks(self, cells: Int32, num_decode: int, lengths: Int32, contexts: Int64) -> None:
+    def describe_chunks(self, cells: Int32, chunks: ChunkRows) -> None:
         for part, own in zip(self.captured, np.split(cells, len(self.captured)), strict=True):
-            part.describe_chunks(own, num_decode, lengths, contexts)
+            part.describe_chunks(own, chunks)
 
     def plan_mixed(self, batch: AttentionBatch, grouped: bool, chunks: Tensor) -> None:
         cells = chunks.chunk(len(self.captured))

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 
 from toka_async.attention.build import BuiltAttention
-from toka_async.attention.states.backend import StateBackend
+from toka_async.attention.states.backend import GraphStateBackend, MixedStateBackend, StateBackend
 from toka_async.attention.states.cache import StateCache
-from toka_async.attention.states.ops import StateOps
+from toka_async.attention.states.ops import GraphStateOps
 from toka_async.attention.states.torch_ops import TorchStateOps
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.kernels.delta.layer import DeltaShape
@@ -39,11 +39,20 @@ def build_states(
 
 
 def add_states(attention: BuiltAttention, states: StateCache) -> BuiltAttention:
-    """Adds what computes with the states. Only decoding steps are captured: chunks differ in their pieces."""
-    ops: StateOps = TorchStateOps(states)
-    if states.device.type == "cuda":
-        from toka_async.attention.states.triton_ops import TritonStateOps
+    """Adds what computes with the states, on a GPU by kernels that can be captured."""
+    if states.device.type != "cuda":
+        return replace(attention, backend=StateBackend(attention.backend, TorchStateOps(states)))
+    from toka_async.attention.states.triton_ops import TritonStateOps
 
-        ops = TritonStateOps(states)
-    backend = StateBackend(attention.backend, ops, attention.graphs)
-    return replace(attention, backend=backend, graphs=backend if attention.graphs is not None else None, mixed=None)
+    return add_graph_states(attention, TritonStateOps(states))
+
+
+def add_graph_states(attention: BuiltAttention, ops: GraphStateOps) -> BuiltAttention:
+    """Adds what computes with the states, also in the steps whose attention is captured."""
+    graphs, mixed = attention.graphs, attention.mixed
+    return replace(
+        attention,
+        backend=StateBackend(attention.backend, ops),
+        graphs=None if graphs is None else GraphStateBackend(graphs, ops),
+        mixed=None if mixed is None else MixedStateBackend(mixed, ops),
+    )

@@ -27,25 +27,24 @@ class TorchStateOps:
 
     def plan(self, batch: AttentionBatch) -> None:
         self._slots = batch.slots[: batch.num_decode]
-        self._cut = cut_chunks(batch, PIECE, self._cache.first_snapshot)
-
-    def plan_graph(self, batch: AttentionBatch) -> None:  # noqa: ARG002
-        raise AssertionError("plain torch is not captured")
+        lengths, states, self._cut = batch.query_lengths[batch.num_decode :], batch.states, None
+        if states is not None and lengths.size:
+            self._cut = cut_chunks(lengths, states, batch.num_decode, PIECE, self._cache.first_snapshot)
 
     def compute(self, layer: int, inputs: Tensor, z: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
         shape, cut = self._cache.shape, self._cut
-        assert cut is not None
         beta, decay = compute_rates(gates, weights)
         output = torch.empty(len(inputs), shape.num_value_heads, shape.value_dim, device=inputs.device)
         num_decode = len(self._slots)
         if num_decode:
             rows = slice(0, num_decode)
             output[rows] = self._decode(layer, inputs[rows], beta[rows], decay[rows], weights)
-        for first_piece, num_pieces, slot in cut.chunks.tolist():
+        for first_piece, num_pieces, slot in [] if cut is None else cut.chunks.tolist():
+            assert cut is not None
             state = self._cache.recurrent[slot, layer]
             newest = self._cache.inputs[slot, layer]  # [channels, width - 1]
             for first, length, kept in cut.pieces[first_piece : first_piece + num_pieces].tolist():
-                tokens = slice(num_decode + first, num_decode + first + length)
+                tokens = slice(first, first + length)
                 seen = torch.cat([newest, inputs[tokens].T], dim=1)
                 newest = seen[:, length:]
                 convolved = convolve(seen.unfold(1, shape.width, 1).transpose(0, 1), weights.convolution)

@@ -6,57 +6,77 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toka_async.attention.base import AttentionBatch
+from toka_async.arrays import Int32
+from toka_async.attention.base import AttentionBatch, ChunkRows
 from toka_async.attention.copies import to_device
 from toka_async.attention.states.cache import StateCache
+from toka_async.attention.states.cells import ChunkCells
 from toka_async.attention.states.pieces import cut_chunks
-from toka_async.kernels.delta.chunks import count_piece_tokens, norm_outputs, read_chunks
+from toka_async.kernels.delta.chunks import count_piece_tokens, count_programs, read_chunks
 from toka_async.kernels.delta.convolution import convolve, keep_inputs
-from toka_async.kernels.delta.layer import DeltaWeights
+from toka_async.kernels.delta.layer import DeltaWeights, StepChunks
+from toka_async.kernels.delta.norm import norm_outputs
 from toka_async.kernels.delta.step import step_states
 
 
 class TritonStateOps:
+    """Also a `GraphStateOps`. What is captured reads the rows' slots and the chunks from device memory."""
+
     def __init__(self, cache: StateCache) -> None:
         self._cache = cache
-        none = torch.empty(0, dtype=torch.int32, device=cache.device)
-        self._slots = none  # of decoding rows
-        self._pieces, self._chunks = none, none  # see `ChunkPieces`
-        self._token_slots, self._offsets = none, none  # of the chunks' tokens
+        self._slots = torch.empty(0, dtype=torch.int64, device=cache.device)  # of decoding rows
+        self._chunks: StepChunks | None = None
+        self._piece_tokens = count_piece_tokens(cache.inputs.dtype)
 
     def plan(self, batch: AttentionBatch) -> None:
-        self._slots = batch.slots[: batch.num_decode]
-        lengths, device = batch.query_lengths[batch.num_decode :], self._cache.device
+        first, lengths = batch.num_decode, batch.query_lengths[batch.num_decode :]
+        self._slots, self._chunks = batch.slots[:first], None
         if batch.states is None or not lengths.size:
-            self._chunks = self._chunks[:0]
             return
-        cut = cut_chunks(batch, count_piece_tokens(self._cache.inputs.dtype), self._cache.first_snapshot)
-        firsts = np.repeat(np.cumsum(lengths) - lengths, lengths)
-        offsets = (np.arange(firsts.size) - firsts).astype(np.int32)
-        parts = cut.pieces.ravel(), cut.chunks.ravel(), np.repeat(batch.states.slots, lengths), offsets
-        sizes = [part.size for part in parts]
-        cells = to_device(np.concatenate(parts), device)
-        pieces, chunks, self._token_slots, self._offsets = torch.split(cells, sizes)
-        self._pieces, self._chunks = pieces.view(-1, 3), chunks.view(-1, 3)
+        cut = cut_chunks(lengths, batch.states, first, self._piece_tokens, self._cache.first_snapshot)
+        num_pieces, num_chunks = len(cut.pieces), len(cut.chunks)
+        layout = ChunkCells(int(batch.query_lengths.sum()), num_pieces, num_chunks)
+        cells = np.zeros(layout.count, dtype=np.int32)
+        layout.fill(cells, cut, batch.states, first, lengths)
+        self._chunks = layout.read(to_device(cells, self._cache.device), num_pieces, num_chunks)
 
     def plan_graph(self, batch: AttentionBatch) -> None:
-        self._slots, self._chunks = batch.slots, self._chunks[:0]
+        self._slots, self._chunks = batch.slots, None
+
+    def count_cells(self, num_tokens: int, num_rows: int) -> int:
+        return _make_layout(num_tokens, num_rows).count
+
+    def describe(self, cells: Int32, chunks: ChunkRows) -> None:
+        cut = cut_chunks(
+            chunks.lengths, chunks.states, chunks.num_decode, self._piece_tokens, self._cache.first_snapshot
+        )
+        layout = _make_layout(chunks.num_tokens, chunks.num_rows)
+        layout.fill(cells, cut, chunks.states, chunks.num_decode, chunks.lengths)
+
+    def plan_mixed(self, batch: AttentionBatch, cells: Tensor) -> None:
+        num_tokens, num_rows = len(batch.write_indices), batch.num_decode
+        # Rows that do not decode have no context.
+        self._slots = torch.where(batch.contexts > 0, batch.slots, self._cache.padding)
+        most = count_programs(num_tokens, self._cache.inputs.dtype, self._cache.device)
+        self._chunks = _make_layout(num_tokens, num_rows).read(cells, *most)
 
     def compute(self, layer: int, inputs: Tensor, z: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
-        cache, shape, num_decode = self._cache, self._cache.shape, len(self._slots)
+        cache, shape, chunks, num_rows = self._cache, self._cache.shape, self._chunks, len(self._slots)
         recurrent, newest = cache.recurrent[:, layer], cache.inputs[:, layer]
-        outputs = []
-        if num_decode:
-            rows = inputs[:num_decode]
-            convolved = convolve(rows, newest, self._slots, None, weights.convolution, shape, cache.padding)
-            states = recurrent, self._slots, weights, shape, cache.padding
-            outputs.append(step_states(convolved, z[:num_decode], gates[:num_decode], *states))
-        if len(self._chunks):
-            tokens, pieces, chunks = inputs[num_decode:], self._pieces, self._chunks
-            convolved = convolve(
-                tokens, newest, self._token_slots, self._offsets, weights.convolution, shape, cache.padding
-            )
-            keep_inputs(tokens, newest, pieces, chunks, shape)
-            read = read_chunks(convolved, gates[num_decode:], recurrent, pieces, chunks, weights, shape)
-            outputs.append(norm_outputs(read, z[num_decode:], weights.norm, weights.eps))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        kernel = weights.convolution, shape, cache.padding
+        output = inputs.new_empty(len(inputs), shape.num_values)
+        if num_rows:
+            convolved = convolve(inputs[:num_rows], newest, self._slots, None, *kernel)
+            own = z[:num_rows], gates[:num_rows], recurrent, self._slots
+            step_states(convolved, *own, weights, shape, cache.padding, output[:num_rows])
+        if chunks is not None:
+            convolved = convolve(inputs, newest, chunks.slots, chunks.offsets, *kernel)
+            keep_inputs(inputs, newest, chunks, shape)
+            read = read_chunks(convolved, gates, recurrent, chunks, weights, shape)
+            norm_outputs(read, z, chunks.offsets, weights.norm, weights.eps, output)
+        return output
+
+
+def _make_layout(num_tokens: int, num_rows: int) -> ChunkCells:
+    """Makes the layout of any step that a graph of so many tokens and rows computes."""
+    return ChunkCells(num_tokens, num_tokens, num_rows)

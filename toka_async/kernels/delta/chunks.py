@@ -2,7 +2,6 @@
 
 Within a piece each token's value depends on those before it by a triangular system. A first kernel solves it for all
 pieces at once, as far as it does not depend on the state; a second one takes the states of chunks through their pieces.
-A third one norms and gates what was read.
 """
 
 from __future__ import annotations
@@ -12,12 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toka_async.kernels.delta.layer import DeltaShape, DeltaWeights
-from toka_async.kernels.delta.step import load_rates, norm_gated
+from toka_async.kernels.delta.layer import DeltaShape, DeltaWeights, StepChunks
+from toka_async.kernels.delta.step import load_rates
 
 _BLOCKS = 4  # of a piece, whose systems are solved row by row; the rest is products
 _VALUES = 32  # of a head, whose states one program takes through the pieces
-_TOKENS = 16  # of a program that norms
+_FEW = 16  # programs beside those for a step's tokens in whole pieces
+_CHUNKS = 16  # programs for each part of a head's state, which fill a GPU
 
 
 def count_piece_tokens(dtype: torch.dtype) -> int:
@@ -25,20 +25,30 @@ def count_piece_tokens(dtype: torch.dtype) -> int:
     return 32 if dtype == torch.float32 else 64
 
 
+def count_programs(num_tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int]:
+    """Counts programs for the pieces and the chunks of any step of so many tokens."""
+    most_pieces = -(-num_tokens // count_piece_tokens(dtype)) + _FEW
+    if has_tensor_memory(device):  # which does not hold what a loop over pieces keeps there
+        most_pieces = num_tokens
+    return min(num_tokens, most_pieces), min(num_tokens, _CHUNKS)
+
+
+def has_tensor_memory(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+
+
 def read_chunks(
     convolved: Tensor,
     gates: Tensor,
     states: Tensor,
-    pieces: Tensor,
-    chunks: Tensor,
+    chunks: StepChunks,
     weights: DeltaWeights,
     shape: DeltaShape,
 ) -> Tensor:
-    """Takes the states of chunks behind their last tokens; returns what tokens read from them, [t, values].
+    """Takes the states of chunks behind their last tokens; returns what their tokens read from them, [t, values].
 
-    convolved: [t, channels] and gates [t, 2 * value heads], of all tokens of the step that the pieces count; only those
-    of chunks are read. states: float32 [slots, value heads, key_dim, value_dim]. pieces, chunks: int32 [p, 3] and
-    [k, 3], see `ChunkPieces`.
+    convolved: [t, channels] and gates [t, 2 * value heads], of all tokens of the step; only those of chunks are read,
+    and written. states: float32 [slots, value heads, key_dim, value_dim].
     """
     num_tokens, heads = len(convolved), shape.num_value_heads
     learned = convolved.new_empty(num_tokens, heads, shape.value_dim)
@@ -57,19 +67,28 @@ def read_chunks(
         "precision": "tf32x3" if convolved.dtype == torch.float32 else "tf32",
     }
     rates = gates, gates.stride(0), weights.log_decay, weights.time_bias
-    _solve[len(pieces), heads](
-        convolved, *rates, pieces, learned, reads, value_pad=value_pad, count=_BLOCKS, num_warps=8, **dims
+    of_pieces = chunks.counts, chunks.pieces
+    solved = learned, reads
+    _solve[chunks.most_pieces, heads](
+        convolved,
+        *rates,
+        *of_pieces,
+        *solved,
+        value_pad=value_pad,
+        count=_BLOCKS,
+        takes_several=3 * chunks.most_pieces < len(chunks.pieces),
+        num_warps=8,
+        **dims,
     )
     values = min(_VALUES // 2 if convolved.dtype == torch.float32 else _VALUES, value_pad)
-    _read[len(chunks), heads, triton.cdiv(shape.value_dim, values)](
+    _read[chunks.most_chunks, heads, triton.cdiv(shape.value_dim, values)](
         convolved,
         *rates,
         states,
         states.stride(0),
-        pieces,
-        chunks,
-        learned,
-        reads,
+        *of_pieces,
+        chunks.chunks,
+        *solved,
         output,
         values=values,
         num_warps=8 if convolved.dtype == torch.float32 else 4,
@@ -93,6 +112,7 @@ def _solve(
     gate_stride,
     log_decay,
     time_bias,
+    counts,
     pieces,
     learned,
     reads,
@@ -105,21 +125,87 @@ def _solve(
     tokens: tl.constexpr,
     count: tl.constexpr,
     precision: tl.constexpr,
+    takes_several: tl.constexpr,
 ):
-    """One program solves one head of a piece: what tokens learn without a state, and how much of one they replace."""
-    piece, head = pieces + 3 * tl.program_id(0), tl.program_id(1)
+    """One program solves one head of a piece: what tokens learn without a state, and how much of one they replace.
+
+    takes_several: there may be more pieces than programs.
+    """
+    if takes_several:
+        # Hoisting out of the loop what does not change would take more registers than there are.
+        for number in tl.range(tl.program_id(0), tl.load(counts), tl.num_programs(0), num_stages=1, disable_licm=True):
+            _solve_piece(
+                convolved,
+                gates,
+                gate_stride,
+                log_decay,
+                time_bias,
+                pieces + 3 * number,
+                learned,
+                reads,
+                key_heads,
+                value_heads,
+                key_dim,
+                value_dim,
+                key_pad,
+                value_pad,
+                tokens,
+                count,
+                precision,
+            )
+    elif tl.program_id(0) < tl.load(counts):
+        _solve_piece(
+            convolved,
+            gates,
+            gate_stride,
+            log_decay,
+            time_bias,
+            pieces + 3 * tl.program_id(0),
+            learned,
+            reads,
+            key_heads,
+            value_heads,
+            key_dim,
+            value_dim,
+            key_pad,
+            value_pad,
+            tokens,
+            count,
+            precision,
+        )
+
+
+@triton.jit
+def _solve_piece(
+    convolved,
+    gates,
+    gate_stride,
+    log_decay,
+    time_bias,
+    piece,
+    learned,
+    reads,
+    key_heads: tl.constexpr,
+    value_heads: tl.constexpr,
+    key_dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    key_pad: tl.constexpr,
+    value_pad: tl.constexpr,
+    tokens: tl.constexpr,
+    count: tl.constexpr,
+    precision: tl.constexpr,
+):
+    head, t, i, j = tl.program_id(1), tl.arange(0, tokens), tl.arange(0, key_pad), tl.arange(0, value_pad)
+    num_channels: tl.constexpr = 2 * key_heads * key_dim + value_heads * value_dim
+    of_key = (key_heads + head // (value_heads // key_heads)) * key_dim + i
+    of_value = 2 * key_heads * key_dim + head * value_dim + j
+    is_before = t[:, None] > t[None, :]
     first, length = tl.load(piece), tl.load(piece + 1)
-    t, i, j = tl.arange(0, tokens), tl.arange(0, key_pad), tl.arange(0, value_pad)
     inside = t < length
     token = (first + tl.where(inside, t, 0)).to(tl.int64)
-    num_channels: tl.constexpr = 2 * key_heads * key_dim + value_heads * value_dim
-    key_head = head // (value_heads // key_heads)
     in_keys, in_values = inside[:, None] & (i < key_dim)[None, :], inside[:, None] & (j < value_dim)[None, :]
-    of_keys = convolved + token[:, None] * num_channels + ((key_heads + key_head) * key_dim + i)[None, :]
-    of_values = convolved + token[:, None] * num_channels + (2 * key_heads * key_dim + head * value_dim + j)[None, :]
-    key = tl.load(of_keys, mask=in_keys, other=0.0)
+    key = tl.load(convolved + token[:, None] * num_channels + of_key[None, :], mask=in_keys, other=0.0)
     beta, total = _load_decays(gates, gate_stride, log_decay, time_bias, token, inside, head, value_heads)
-    is_before = t[:, None] > t[None, :]
     remains = tl.exp(tl.where(is_before, total[:, None] - total[None, :], 0.0))
     system = tl.dot(key, tl.trans(key), input_precision=precision) * remains * beta[:, None]
     inverse = _invert(tl.where(is_before, system, 0.0), tokens, count).to(key.dtype)
@@ -127,7 +213,8 @@ def _solve(
     place = (token * value_heads + head)[:, None]
     solved_keys = tl.dot(inverse, known_keys, input_precision=precision)
     tl.store(reads + place * key_dim + i[None, :], solved_keys.to(key.dtype), mask=in_keys)
-    known = (tl.load(of_values, mask=in_values, other=0.0) * beta[:, None]).to(key.dtype)
+    values = convolved + token[:, None] * num_channels + of_value[None, :]
+    known = (tl.load(values, mask=in_values, other=0.0) * beta[:, None]).to(key.dtype)
     solved = tl.dot(inverse, known, input_precision=precision)
     tl.store(learned + place * value_dim + j[None, :], solved.to(key.dtype), mask=in_values)
 
@@ -168,6 +255,7 @@ def _read(
     time_bias,
     states,
     state_stride,
+    counts,
     pieces,
     chunks,
     learned,
@@ -182,88 +270,41 @@ def _read(
     values: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """One program takes some values of a head's state through a chunk."""
-    chunk, head = chunks + 3 * tl.program_id(0), tl.program_id(1)
-    first_piece, num_pieces, slot = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2).to(tl.int64)
-    t, i = tl.arange(0, tokens), tl.arange(0, key_pad)
+    """One program takes some values of a head's state through chunks."""
+    head, t, i = tl.program_id(1), tl.arange(0, tokens), tl.arange(0, key_pad)
     j = tl.program_id(2) * values + tl.arange(0, values)
     in_state = (i < key_dim)[:, None] & (j < value_dim)[None, :]
     of_state = states + head * key_dim * value_dim + i[:, None] * value_dim + j[None, :]
-    state = tl.load(of_state + slot * state_stride, mask=in_state, other=0.0)
     num_channels: tl.constexpr = 2 * key_heads * key_dim + value_heads * value_dim
     of_head = head // (value_heads // key_heads) * key_dim + i
-    for number in range(first_piece, first_piece + num_pieces):
-        piece = pieces + 3 * number
-        first, length, kept = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2).to(tl.int64)
-        inside = t < length
-        token = (first + tl.where(inside, t, 0)).to(tl.int64)
-        in_keys, in_values = inside[:, None] & (i < key_dim)[None, :], inside[:, None] & (j < value_dim)[None, :]
-        queries = convolved + token[:, None] * num_channels + of_head[None, :]
-        query = tl.load(queries, mask=in_keys, other=0.0)
-        key = tl.load(queries + key_heads * key_dim, mask=in_keys, other=0.0)
-        place = (token * value_heads + head)[:, None]
-        read = tl.load(reads + place * key_dim + i[None, :], mask=in_keys, other=0.0)
-        value = tl.load(learned + place * value_dim + j[None, :], mask=in_values, other=0.0)
-        _, total = _load_decays(gates, gate_stride, log_decay, time_bias, token, inside, head, value_heads)
-        last = tl.sum(tl.where(t == length - 1, total, 0.0), 0)
-        rounded = state.to(key.dtype)
-        new = (value - tl.dot(read, rounded, input_precision=precision)).to(key.dtype)
-        is_seen = t[:, None] >= t[None, :]
-        remains = tl.where(is_seen, tl.exp(tl.where(is_seen, total[:, None] - total[None, :], 0.0)), 0.0)
-        scores = (tl.dot(query, tl.trans(key), input_precision=precision) * remains).to(key.dtype)
-        seen = tl.dot(query, rounded, input_precision=precision) * tl.exp(total)[:, None]
-        seen += tl.dot(scores, new, input_precision=precision)
-        tl.store(output + place * value_dim + j[None, :], seen.to(key.dtype), mask=in_values)
-        left = (key * tl.where(inside, tl.exp(last - total), 0.0)[:, None]).to(key.dtype)
-        state = state * tl.exp(last) + tl.dot(tl.trans(left), new, input_precision=precision)
-        if kept >= 0:
-            tl.store(of_state + kept * state_stride, state, mask=in_state)
-    tl.store(of_state + slot * state_stride, state, mask=in_state)
-
-
-def norm_outputs(read: Tensor, z: Tensor, norm: Tensor, eps: float) -> Tensor:
-    """Norms each head of [t, values] by the weight `norm` [value_dim], and gates it with z [t, values]."""
-    output = torch.empty_like(read)
-    num_heads = read.shape[1] // len(norm)
-    assert z.stride(1) == 1
-    if len(read):
-        _norm[triton.cdiv(len(read), _TOKENS), num_heads](
-            read,
-            z,
-            z.stride(0),
-            norm,
-            output,
-            len(read),
-            num_heads=num_heads,
-            dim=len(norm),
-            dim_pad=triton.next_power_of_2(len(norm)),
-            eps=eps,
-            tokens=_TOKENS,
-            num_warps=4,
-        )
-    return output
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _norm(
-    read,
-    z,
-    z_stride,
-    norm,
-    output,
-    num_tokens,
-    num_heads: tl.constexpr,
-    dim: tl.constexpr,
-    dim_pad: tl.constexpr,
-    eps: tl.constexpr,
-    tokens: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64) * tokens + tl.arange(0, tokens)
-    head, j = tl.program_id(1), tl.arange(0, dim_pad)
-    inside = (token < num_tokens)[:, None] & (j < dim)[None, :]
-    place = (token * num_heads + head)[:, None] * dim + j[None, :]
-    x = tl.load(read + place, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(z + token[:, None] * z_stride + (head * dim + j)[None, :], mask=inside, other=0.0)
-    weight = tl.load(norm + j, mask=j < dim, other=0.0)[None, :]
-    factor = tl.rsqrt(tl.sum(x * x, 1) / dim + eps)[:, None]
-    tl.store(output + place, norm_gated(x, factor, weight, gate), mask=inside)
+    for of_step in tl.range(tl.program_id(0), tl.load(counts + 1), tl.num_programs(0), num_stages=1):
+        chunk = chunks + 3 * of_step
+        first_piece, num_pieces, slot = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2).to(tl.int64)
+        state = tl.load(of_state + slot * state_stride, mask=in_state, other=0.0)
+        for number in range(first_piece, first_piece + num_pieces):
+            piece = pieces + 3 * number
+            first, length, kept = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2).to(tl.int64)
+            inside = t < length
+            token = (first + tl.where(inside, t, 0)).to(tl.int64)
+            in_keys, in_values = inside[:, None] & (i < key_dim)[None, :], inside[:, None] & (j < value_dim)[None, :]
+            queries = convolved + token[:, None] * num_channels + of_head[None, :]
+            query = tl.load(queries, mask=in_keys, other=0.0)
+            key = tl.load(queries + key_heads * key_dim, mask=in_keys, other=0.0)
+            place = (token * value_heads + head)[:, None]
+            read = tl.load(reads + place * key_dim + i[None, :], mask=in_keys, other=0.0)
+            value = tl.load(learned + place * value_dim + j[None, :], mask=in_values, other=0.0)
+            _, total = _load_decays(gates, gate_stride, log_decay, time_bias, token, inside, head, value_heads)
+            last = tl.sum(tl.where(t == length - 1, total, 0.0), 0)
+            rounded = state.to(key.dtype)
+            new = (value - tl.dot(read, rounded, input_precision=precision)).to(key.dtype)
+            is_seen = t[:, None] >= t[None, :]
+            remains = tl.where(is_seen, tl.exp(tl.where(is_seen, total[:, None] - total[None, :], 0.0)), 0.0)
+            scores = (tl.dot(query, tl.trans(key), input_precision=precision) * remains).to(key.dtype)
+            seen = tl.dot(query, rounded, input_precision=precision) * tl.exp(total)[:, None]
+            seen += tl.dot(scores, new, input_precision=precision)
+            tl.store(output + place * value_dim + j[None, :], seen.to(key.dtype), mask=in_values)
+            left = (key * tl.where(inside, tl.exp(last - total), 0.0)[:, None]).to(key.dtype)
+            state = state * tl.exp(last) + tl.dot(tl.trans(left), new, input_precision=precision)
+            if kept >= 0:
+                tl.store(of_state + kept * state_stride, state, mask=in_state)
+        tl.store(of_state + slot * state_stride, state, mask=in_state)

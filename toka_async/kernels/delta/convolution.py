@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toka_async.kernels.delta.layer import DeltaShape
+from toka_async.kernels.delta.layer import DeltaShape, StepChunks
 
 _TOKENS = 16  # of a program, where rows have several
 _CHANNELS = 128  # of a program that keeps inputs
@@ -30,7 +30,8 @@ def convolve(
 
     projected: [t, channels], a token's contiguous. states: [slots, channels, width - 1], oldest
     input first. slots: [t], of each token; `padding` has no state. offsets: int32 [t], each token's place in its row's
-    chunk, one chunk after the other; None: each token is a row of its own, and becomes its slot's newest input.
+    chunk, from 1; 0: it is in no chunk, and what becomes of it has no meaning; None: each token is a row of its own,
+    and becomes its slot's newest input.
     weights: [channels, width].
     """
     num_tokens = len(projected)
@@ -104,7 +105,8 @@ def _convolve(
     has_state = (in_step & (slot != padding))[:, None] & in_head[None, :]
     offset = tl.zeros((tokens,), tl.int32)
     if not is_step:
-        offset = tl.load(offsets + token, mask=in_step, other=0)
+        offset = tl.load(offsets + token, mask=in_step, other=0) - 1
+        has_state = has_state & (offset >= 0)[:, None]
     kept = states + slot[:, None] * state_stride + channel[None, :] * (width - 1)
     total = tl.zeros((tokens, dim_pad), tl.float32)
     for tap in tl.static_range(width):
@@ -127,19 +129,20 @@ def _convolve(
     tl.store(target, value, mask=in_step[:, None] & in_head[None, :])
 
 
-def keep_inputs(projected: Tensor, states: Tensor, pieces: Tensor, chunks: Tensor, shape: DeltaShape) -> None:
+def keep_inputs(projected: Tensor, states: Tensor, chunks: StepChunks, shape: DeltaShape) -> None:
     """Makes the last tokens of chunks their slots' newest inputs, and keeps those of pieces where they ask for it.
 
-    pieces, chunks: int32 [p, 3] and [k, 3], see `ChunkPieces`. projected, states: see `convolve`.
+    projected, states: see `convolve`.
     """
-    grid = len(chunks), triton.cdiv(shape.num_channels, _CHANNELS)
+    grid = chunks.most_chunks, triton.cdiv(shape.num_channels, _CHANNELS)
     _keep[grid](
         projected,
         projected.stride(0),
         states,
         states.stride(0),
-        pieces,
-        chunks,
+        chunks.counts,
+        chunks.pieces,
+        chunks.chunks,
         num_channels=shape.num_channels,
         width=shape.width,
         channels=_CHANNELS,
@@ -153,6 +156,7 @@ def _keep(
     stride,
     states,
     state_stride,
+    counts,
     pieces,
     chunks,
     num_channels: tl.constexpr,
@@ -160,30 +164,22 @@ def _keep(
     channels: tl.constexpr,
 ):
     """One program goes through a chunk's pieces, for some channels: what they keep is read before it is replaced."""
-    chunk = chunks + 3 * tl.program_id(0)
-    first_piece, num_pieces, slot = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2).to(tl.int64)
     channel = tl.program_id(1) * channels + tl.arange(0, channels)
     inside = channel < num_channels
-    first = tl.load(pieces + 3 * first_piece)
-    old = states + slot * state_stride + channel * (width - 1)
-    for number in range(first_piece, first_piece + num_pieces):
-        piece = pieces + 3 * number
-        end = tl.load(piece) + tl.load(piece + 1)
-        kept = tl.load(piece + 2).to(tl.int64)
-        if kept >= 0:
-            _copy_inputs(
-                projected,
-                stride,
-                old,
-                states + kept * state_stride + channel * (width - 1),
-                first,
-                end,
-                channel,
-                inside,
-                width,
-            )
-        if number == first_piece + num_pieces - 1:
-            _copy_inputs(projected, stride, old, old, first, end, channel, inside, width)
+    for of_step in range(tl.program_id(0), tl.load(counts + 1), tl.num_programs(0)):
+        chunk = chunks + 3 * of_step
+        first_piece, num_pieces, slot = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2).to(tl.int64)
+        first = tl.load(pieces + 3 * first_piece)
+        old = states + slot * state_stride + channel * (width - 1)
+        for number in range(first_piece, first_piece + num_pieces):
+            piece = pieces + 3 * number
+            end = tl.load(piece) + tl.load(piece + 1)
+            kept = tl.load(piece + 2).to(tl.int64)
+            if kept >= 0:
+                target = states + kept * state_stride + channel * (width - 1)
+                _copy_inputs(projected, stride, old, target, first, end, channel, inside, width)
+            if number == first_piece + num_pieces - 1:
+                _copy_inputs(projected, stride, old, old, first, end, channel, inside, width)
 
 
 @triton.jit

@@ -26,9 +26,9 @@ class WeightPart:
     target: the rank's values, a view of a parameter; a source with fewer dimensions is repeated over it. shares: the
     rank's part of each of the tensor's dimensions; of the first one there may be several runs. dtypes: what the
     tensor's type may be. constant: the value of random weights; None: they are normally distributed. store: stores the
-    rank's values in a way of its own; None: they are copied to the target. restore: returns what was stored so, if it
-    is there in another order. order: int64, on the CPU: which of the rank's rows each row of the target is; None: they
-    are in order.
+    rank's values in a way of its own; None: they are copied to the target. restore: returns the values that were
+    stored, in the model's dtype, where the target has others, or another order. order: int64, on the CPU: which of
+    the rank's rows each row of the target is; None: they are in order.
     """
 
     target: Tensor

@@ -120,8 +120,8 @@ class EngineControl:
     async def resume(self) -> None:
         """Goes on; nothing happens without a pause. Raises ControlError, also while weights are not whole."""
         self._check_whole()
+        self.paused = None  # as of the message that goes now: a pause may follow before the answer
         await self._run_all(Resume(), self._timeout)
-        self.paused = None
 
     def _check_whole(self) -> None:
         """Raises ControlError where nothing may be computed."""
@@ -169,13 +169,19 @@ class EngineControl:
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
-    async def open_transfer(self, transfer: Transfer) -> None:
-        """Joins the trainer's group with all ranks of all replicas. Raises ControlError when one cannot."""
+    async def open_transfer(self, transfer: Transfer, timeout: float | None = None) -> None:
+        """Joins the trainer's group with all ranks of all replicas, in `timeout` seconds, at most the engine's own.
+
+        Requests wait meanwhile. Raises ControlError when a rank cannot.
+        """
+        first, size = transfer.rank_offset, transfer.world_size
+        if first + self.world_size > size:
+            raise ControlError(f"rank_offset={first}, world_size={size}: the engine has {self.world_size} ranks")
+        timeout = self._timeout if timeout is None else min(timeout, self._timeout)
         async with self._turn():
-            seconds = self._timeout * SHARE
             try:
-                await self._run_all(OpenTransfer(transfer=transfer, seconds=seconds), self._timeout)
-            except ControlError:
+                await self._run_all(OpenTransfer(transfer=transfer, seconds=timeout * SHARE), timeout)
+            except BaseException:
                 for replica in self._replicas.present:  # some may have joined
                     self._replicas.send(replica, Control(number=0, action=CloseTransfer(name=transfer.name)))
                 raise
@@ -232,11 +238,9 @@ class EngineControl:
         async with self._turn():
             self._check_updating()
             await self._update(VerifyUpdate(partial=self._is_partial))
-            version = self.weight_version if version is None else version
-            with suppress(ControlError):  # a replica that is gone by now comes back with other weights
-                await self._run(dict.fromkeys(self._members, CommitUpdate(version=version)), self._timeout)
+            # It is done now, also if the caller leaves: what others send comes to the schedulers after the message.
+            self.weight_version = version = self.weight_version if version is None else version
             self._stop_watch()
-            self.weight_version = version
             self.is_updating = self.is_torn = False
             self._num_updates += 1
             for replica in set(range(len(self._replicas.replicas))) - set(self._members):
@@ -244,6 +248,8 @@ class EngineControl:
             if not self._is_partial:
                 self._replicas.note_current(self._members)
             self._replicas.forget_prompts()
+            with suppress(ControlError):  # a replica that is gone by now comes back with other weights
+                await self._run(dict.fromkeys(self._members, CommitUpdate(version=version)), self._timeout)
 
     async def abandon_update(self) -> None:
         """Ends an open update without its weights, as a failure does. Raises ControlError if none is open."""
@@ -254,8 +260,8 @@ class EngineControl:
     async def set_version(self, version: str) -> None:
         """Names the weights that are there. Raises ControlError."""
         async with self._turn():
-            await self._run_all(SetVersion(version=version), self._timeout)
             self.weight_version = version
+            await self._run_all(SetVersion(version=version), self._timeout)
 
     async def checksum(self) -> dict[str, str]:
         """Sums of all tensors, see `toka_async.transfer.checksum`. Raises ControlError where replicas differ."""
@@ -335,11 +341,11 @@ class EngineControl:
             raise ControlError(f"level {level}: weights stay on the device; levels are 0 (pause) and 1 (cache)")
         if level and mode == "keep":
             mode = "retract"
-        await self.pause(mode)
         async with self._turn():
+            if level and self.is_updating:
+                raise ControlError("an update of the weights is open: finish or abandon it first")
+            await self.pause(mode)
             if level and not self.is_asleep:
-                if self.is_updating:
-                    raise ControlError("an update of the weights is open")
                 self.is_asleep = True
                 try:
                     await self._run_all(Sleep(), self._timeout)

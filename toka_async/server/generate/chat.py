@@ -33,7 +33,7 @@ from toka_async.openai.responses import (
     ToolCallDelta,
     Usage,
 )
-from toka_async.openai.structured import NO_GRAMMAR, OutputGrammar, check_installed, make_output_grammar
+from toka_async.openai.structured import NO_GRAMMAR, OutputGrammar, make_output_grammar
 from toka_async.openai.tools import ToolUse, parse_tool_use
 from toka_async.server.engine.token_block import TokenRows
 from toka_async.server.generate.answers import (
@@ -54,6 +54,7 @@ from toka_async.server.generate.events import ENCODER
 from toka_async.server.generate.logprobs import chat_logprobs, prompt_logprobs, prompt_rows
 from toka_async.server.generate.sample_text import Piece
 from toka_async.server.generate.service import Chat, Output, PreparedRequest, Run, Service
+from toka_async.server.generate.thinking import BUDGET, find_budget
 from toka_async.text.formats.choice import ResponseFormat
 from toka_async.text.formats.output_grammar import CallRules, GrammarTokens, UnwritableError
 from toka_async.text.formats.parser import Call, Parsed, ResponseParser
@@ -100,7 +101,8 @@ def read_answers(
             param="tools",
             code="unsupported_parameter",
         )
-    budget = find_thinking_budget(wire, known)
+    budget = find_budget(generation.thinking_budget, known)
+    generation = dataclasses.replace(generation, thinking_budget=None)
     if known is None or not (tools.offered or known.has_reasoning):
         return generation, None
     ends = [each if isinstance(each, str) else service.tokenizer.decode(each[-MAX_END:], False) for each in prompts]
@@ -109,18 +111,6 @@ def read_answers(
     grammar = make_answer_grammar(wire, reading, generation, tokens, budget)
     sampling = replace(generation.sampling, grammar=grammar.text)
     return dataclasses.replace(generation, is_parsed=True, sampling=sampling, grammar_param=grammar.param), reading
-
-
-def find_thinking_budget(wire: ChatRequest, known: ResponseFormat | None) -> int | None:
-    """The most tokens of a thought; None: any number. Raises ApiError: 400 where no thought is known, 501."""
-    name, budget = "thinking_token_budget", wire.thinking_token_budget
-    if budget is None or budget < 0:
-        return None
-    if known is None or known.thought is None:
-        why = "the model is not known to think; set model.reasoning_format, or leave it out"
-        raise bad_request(f"'{name}': {why}", param=name, code="unsupported_parameter")
-    check_installed(name)
-    return budget
 
 
 def make_answer_grammar(
@@ -138,7 +128,7 @@ def make_answer_grammar(
     calls = None
     if tools.kept_by or (content and tools.offered and can_write):
         calls = CallRules(schemas=tools.kept, several=tools.most_calls is None, is_forced=tools.is_forced)
-    param = tools.kept_by or generation.grammar_param or "thinking_token_budget"
+    param = tools.kept_by or generation.grammar_param or BUDGET
     try:
         texts = {
             reading.format.write_answer(tokens, written, content=content, calls=calls, budget=budget)

@@ -14,11 +14,12 @@ from toka_async.openai.errors import bad_request
 from toka_async.openai.generation import GenerationParams
 from toka_async.text.tokenizer import Tokenizer
 
+MOST_AT_ONCE = 4
 MOST_KNOWN = 4096  # grammars whose check is remembered
 
 
 class GrammarChecks:
-    """Checks grammars against one model's tokens, in a thread of its own: a grammar may take a second."""
+    """Checks grammars against one model's tokens, in threads of their own: a grammar may take seconds."""
 
     def __init__(self, tokenizer: Tokenizer, end_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -31,7 +32,7 @@ class GrammarChecks:
         """Makes the tokens for grammars in a thread, so that no request waits for them."""
         if self._vocabulary is None and is_installed():
             self._vocabulary = GrammarVocabulary(self._tokenizer.backend.to_str, vocab_size, self._end_ids)
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+            self._executor = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="grammars")
 
     def knows(self, grammar: str) -> bool:
         """Tells whether a grammar needs no check: it was good, or there is none."""

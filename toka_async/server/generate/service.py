@@ -47,6 +47,7 @@ from toka_async.server.generate.grammar_checks import GrammarChecks
 from toka_async.server.generate.logprobs import TokenLengths, TokenNames
 from toka_async.server.generate.sample_text import SampleText, TextOptions
 from toka_async.server.generate.stop_sets import StopSets
+from toka_async.server.generate.thinking import bound_thoughts
 from toka_async.server.limits.account import Account, Cost
 from toka_async.server.limits.accounts import Accounts
 from toka_async.text.chat import MAX_CHARS, ChatTemplate, ChatTemplateError, TemplateKwargsError
@@ -228,6 +229,9 @@ class Service:
         if self._writes_spaces and not (generation.spaces_between_special_tokens or generation.skip_special_tokens):
             name = "spaces_between_special_tokens"
             raise bad_request(f"'{name}' is not supported (only true): this tokenizer writes spaces", param=name)
+        if generation.thinking_budget is not None:
+            own = self.response_format, self.tokenizer, self.defaults.end_ids
+            generation = bound_thoughts(generation, prompts, *own)
         await self.grammars.check(generation, limits.vocab_size)
         budgets = [
             token_budget(limits, len(prompt), generation.max_tokens, param) async for prompt in in_slices(prompts)

@@ -129,6 +129,7 @@ def sglang_generation(wire: SglangRequest, wish: Wish, limits: RequestLimits, ow
         regex=sampling.regex or None,
         ebnf=sampling.ebnf or None,
         structural_tag=sampling.structural_tag or None,
+        thinking_token_budget=sampling.custom_params.thinking_budget,
         stream=wire.stream,
         return_token_ids=True,
         return_weight_versions=True,

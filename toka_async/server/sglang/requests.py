@@ -40,13 +40,18 @@ InputIds = Annotated[
 ]
 
 
+class CustomParams(WireRequest, frozen=True, kw_only=True):
+    """Parameters of SGLang's logits processors, of which it has one for thoughts itself."""
+
+    thinking_budget: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
+
+
 class SglangSampling(WireRequest, frozen=True, kw_only=True):
     """SGLang's sampling parameters. A `top_k` of -1 is off."""
 
     unsupported: ClassVar[Unsupported] = {
         "stop_regex": ([], ""),
         "beam_width": (1,),
-        "custom_params": ({},),
         "stream_interval": (1,),
         "watermark": (),
         # Of slow tokenizers alone. A fast one, and all are, has no such choice.
@@ -74,6 +79,7 @@ class SglangSampling(WireRequest, frozen=True, kw_only=True):
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | None = None
+    custom_params: CustomParams = CustomParams()
 
 
 class SglangRequest(WireRequest, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from toka_async.openai.requests import WireRequest
 from toka_async.server.engine.control import ControlError, EngineControl
 from toka_async.server.http.receive import read_optional, read_request
 from toka_async.server.http.respond import SERVICE, json_response
-from toka_async.server.vllm.weights import MOST_OFFSET, Shapes, Text, Version, control_of, load_directory
+from toka_async.server.vllm.weights import MOST_OFFSET, Seconds, Shapes, Text, Version, control_of, load_directory
 
 GROUP = "weight_update_group"
 LARGEST_PORT = 65535
@@ -51,7 +51,7 @@ NAP: web.AppKey[Nap] = web.AppKey("nap", Nap)
 
 
 class GroupRequest(WireRequest, frozen=True, kw_only=True):
-    """POST /init_weights_update_group. AReaL sends the port as a text."""
+    """POST /init_weights_update_group. AReaL sends the port as a text. timeout: seconds to wait for the trainer."""
 
     unsupported: ClassVar[Unsupported] = {"pp_rank": (0,)}  # groups of single stages
 
@@ -61,6 +61,7 @@ class GroupRequest(WireRequest, frozen=True, kw_only=True):
     world_size: Annotated[int, Meta(ge=2, le=2**31 - 1)]
     group_name: Text = GROUP
     backend: Literal["nccl", "gloo"] = "nccl"
+    timeout: Seconds | None = None
 
 
 class LeaveRequest(WireRequest, frozen=True, kw_only=True):
@@ -160,7 +161,7 @@ async def init_weights_update_group(request: web.Request) -> web.Response:
         world_size=wire.world_size,
         backend=wire.backend,
     )
-    return await tell(control.open_transfer(transfer), "the group is open")
+    return await tell(control.open_transfer(transfer, wire.timeout), "the group is open")
 
 
 async def destroy_weights_update_group(request: web.Request) -> web.Response:

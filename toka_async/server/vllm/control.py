@@ -89,10 +89,12 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
     query.flag("reset_external", default=False)  # there is no cache elsewhere
     if wire.reset_running_requests or query.flag("reset_running_requests", default=False):
         was_paused = control.is_paused
-        await control.pause("retract")
-        await control.reset_prefix_cache()
-        if not was_paused:
-            await control.resume()
+        try:
+            await control.pause("retract")
+            await control.reset_prefix_cache()
+        finally:  # also when the client leaves
+            if not was_paused:
+                await control.resume()
     else:
         await control.reset_prefix_cache()
     return json_response(Success(success=True))

@@ -32,7 +32,6 @@ class VllmSampling(SamplingFields, frozen=True, kw_only=True):
     unsupported: ClassVar[Unsupported] = {
         **{name: UNSUPPORTED[name] for name in ("bad_words", "logprob_token_ids")},
         "extra_args": ({},),
-        "thinking_token_budget": (-1,),
         "repetition_detection": (),
         "prompt_logprob_token_ids": (),
         "prompt_logprob_start": (0,),

@@ -37,15 +37,16 @@ ID_BYTES = 128
 MOST_OFFSET = 2**62
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
-Text = Annotated[str, Meta(min_length=1)]
+Text = Annotated[str, Meta(min_length=1, max_length=4096)]
 Size = Annotated[int, Meta(ge=0, le=MOST_OFFSET)]
 Shapes = list[list[Size]]
 Version = Annotated[str, Meta(min_length=1, max_length=256)]
+Seconds = Annotated[float, Meta(gt=0, le=10**6)]
 
 
 class TransferInfo(WireRequest, frozen=True, kw_only=True):
     """What the ranks need to know to join the trainer's communicator. backend: `gloo` is a group of torch.distributed,
-    for ranks on CPUs.
+    for ranks on CPUs. timeout: seconds that they wait for the trainer.
     """
 
     unsupported: ClassVar[Unsupported] = {"packed_num_buffers": (1, 2)}  # of the trainer's own
@@ -58,6 +59,7 @@ class TransferInfo(WireRequest, frozen=True, kw_only=True):
     packed: bool = False
     packed_buffer_size_bytes: Annotated[int, Meta(ge=1, le=MOST_OFFSET)] = 1 << 30
     backend: Literal["nccl", "gloo"] = "nccl"
+    timeout: Seconds | None = None
 
 
 class OpenRequest(WireRequest, frozen=True, kw_only=True):
@@ -157,7 +159,7 @@ class RpcRequest(WireRequest, frozen=True, kw_only=True):
 
     method: str
     kwargs: dict[str, Any] = field(default_factory=dict)
-    timeout: Annotated[float, Meta(gt=0, le=10**6)] | None = None
+    timeout: Seconds | None = None
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,7 +194,7 @@ def control_of(request: web.Request) -> EngineControl:
 async def init_weight_transfer_engine(request: web.Request) -> web.Response:
     """Joins the trainer's communicator with all ranks; the trainer has to join it meanwhile."""
     wire = await read_request(request, OpenRequest)
-    await control_of(request).open_transfer(make_transfer(wire.init_info))
+    await control_of(request).open_transfer(make_transfer(wire.init_info), wire.init_info.timeout)
     return json_response(Told(message="Weight transfer initialized"))
 
 

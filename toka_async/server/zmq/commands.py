@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Raw
+from msgspec import Meta, Raw
 
 from toka_async.control import PauseMode, Source, Transfer
 from toka_async.protocol import Command, CommandReply, EngineState
@@ -40,6 +40,7 @@ class AbortArguments(Arguments, frozen=True, kw_only=True):
 
 class TransferArguments(Arguments, frozen=True, kw_only=True):
     transfer: Transfer
+    timeout: Annotated[float, Meta(gt=0)] | None = None
 
 
 class NameArguments(Arguments, frozen=True, kw_only=True):
@@ -84,7 +85,7 @@ class Commands:
             "pause": (PauseArguments, lambda args, _: control.pause(args.mode)),
             "resume": (Arguments, lambda _, __: control.resume()),
             "reset_prefix_cache": (Arguments, lambda _, __: control.reset_prefix_cache()),
-            "open_transfer": (TransferArguments, lambda args, _: control.open_transfer(args.transfer)),
+            "open_transfer": (TransferArguments, lambda args, _: control.open_transfer(args.transfer, args.timeout)),
             "close_transfer": (NameArguments, lambda args, _: control.close_transfer(args.name)),
             "begin_update": (BeginArguments, lambda args, _: control.begin_update(args.partial)),
             "load": (LoadArguments, lambda args, _: control.load(args.source, args.names, args.dtypes, args.shapes)),

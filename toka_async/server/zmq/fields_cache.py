@@ -36,6 +36,7 @@ class RequestFields:
     def in_columns(self) -> bool:
         generation = self.generation
         is_plain = not self.text and not generation.stops and generation.num_prompt_logprobs < 0
+        is_plain = is_plain and generation.thinking_budget is None
         return is_plain and self.knows_grammar(generation.sampling.grammar)
 
 

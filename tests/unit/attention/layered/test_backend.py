@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toka_async.attention.base import AttentionBatch, PrefixGroup, WindowPages
+from toka_async.attention.base import AttentionBatch, ChunkRows, ChunkStates, PrefixGroup, WindowPages
 from toka_async.attention.build import BuiltAttention
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.layered.backend import LayeredCache, join_attention
@@ -44,7 +44,7 @@ class Part:
     def count_chunk_cells(self, num_tokens: int, num_rows: int) -> int:
         return self.num_cells + num_tokens + num_rows
 
-    def describe_chunks(self, cells: Any, num_decode: int, lengths: Any, contexts: Any) -> None:  # noqa: ARG002
+    def describe_chunks(self, cells: Any, chunks: ChunkRows) -> None:  # noqa: ARG002
         cells[: self.num_cells] = self.number
 
     def plan_mixed(self, batch: AttentionBatch, grouped: bool, chunks: Tensor) -> None:
@@ -124,7 +124,7 @@ def test_each_shape_has_its_share_of_the_cells() -> None:
     mixed = join(first, second).mixed
     assert mixed is not None
     cells = np.zeros(mixed.count_chunk_cells(1, 1), dtype=np.int32)
-    mixed.describe_chunks(cells, 0, cells, cells.astype(np.int64))
+    mixed.describe_chunks(cells, ChunkRows(1, 1, 0, cells, cells.astype(np.int64), ChunkStates(cells)))
     mixed.plan_mixed(BATCH, False, torch.from_numpy(cells))
     mixed.set_groups(())
     assert first.cells.tolist() == [1] * 3 + [0] * 4

@@ -10,7 +10,7 @@ from tests.cases.models import make_checkpoint
 from toka_async.attention.build import BuiltAttention
 from toka_async.attention.states import build
 from toka_async.attention.states.backend import StateBackend
-from toka_async.attention.states.build import add_states, build_states, explain_no_states
+from toka_async.attention.states.build import add_graph_states, add_states, build_states, explain_no_states
 from toka_async.checkpoint.spec import read_spec
 
 CPU = torch.device("cpu")
@@ -28,18 +28,28 @@ def test_only_models_with_recurrent_layers_have_states(tmp_path: Path) -> None:
     assert spec.count_state_bytes(2) == of_one
 
 
-def test_decoding_steps_are_captured_and_others_are_not(tmp_path: Path) -> None:
+def test_plain_torch_is_not_captured(tmp_path: Path) -> None:
     spec = read_spec(make_checkpoint(tmp_path, "qwen3_5_text"))
     states = build_states(spec, 3, 2, torch.float32, CPU, can_sleep=False)
     assert states is not None
-    attention = Mock()
-    built = add_states(BuiltAttention(attention, graphs=attention, mixed=attention), states)
+    built = add_states(BuiltAttention(Mock()), states)
     assert isinstance(built.backend, StateBackend)
-    assert built.graphs is built.backend
-    assert built.mixed is None
-    assert add_states(BuiltAttention(attention), states).graphs is None
-    built.graphs.set_groups(())
-    attention.set_groups.assert_called_once_with(())
+    assert (built.graphs, built.mixed) == (None, None)
+
+
+def test_steps_are_captured_where_attention_is() -> None:
+    attention, ops = Mock(), Mock()
+    built = add_graph_states(BuiltAttention(attention, graphs=attention, mixed=attention), ops)
+    assert built.graphs is not None
+    assert built.mixed is not None
+    batch = Mock()
+    built.graphs.plan_graph(batch, True)
+    attention.plan_graph.assert_called_once_with(batch, True)
+    ops.plan_graph.assert_called_once_with(batch)
+    for number, each in enumerate((built.graphs, built.mixed), 1):
+        each.set_groups(())
+        assert attention.set_groups.call_count == number
+    assert add_graph_states(BuiltAttention(attention), ops).mixed is None
 
 
 def test_says_what_cannot_compute_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,23 +1,22 @@
 from __future__ import annotations
 
-import torch
+import numpy as np
 
-from tests.fakes.states import make_batch
+from toka_async.attention.base import ChunkStates
 from toka_async.attention.states.pieces import cut_chunks
-
-CPU = torch.device("cpu")
 
 
 def test_pieces_end_where_states_are_kept() -> None:
     """The second chunk keeps its states after 5 and 12 tokens, the latter at its end."""
-    batch = make_batch([3, 1], [(0, 9), (4, 12)], [(1, 5, 2), (1, 12, 0)], CPU)
-    cut = cut_chunks(batch, most_tokens=4, first_snapshot=10)
+    states = ChunkStates(np.asarray([0, 4], np.int32), ((1, 5, 2), (1, 12, 0)))
+    cut = cut_chunks(np.asarray([9, 12], np.int32), states, first=2, most_tokens=4, first_snapshot=10)
     assert cut.chunks.tolist() == [[0, 3, 0], [3, 4, 4]]
     assert cut.pieces.tolist() == [
-        [0, 4, -1], [4, 4, -1], [8, 1, -1], [9, 4, -1], [13, 1, 12], [14, 4, -1], [18, 3, 10],
+        [2, 4, -1], [6, 4, -1], [10, 1, -1], [11, 4, -1], [15, 1, 12], [16, 4, -1], [20, 3, 10],
     ]  # fmt: skip
 
 
 def test_a_step_without_chunks_has_no_pieces() -> None:
-    cut = cut_chunks(make_batch([3, 1], [], [], CPU), 4, 10)
+    none = np.zeros(0, np.int32)
+    cut = cut_chunks(none, ChunkStates(none), 2, 4, 10)
     assert cut.pieces.shape == cut.chunks.shape == (0, 3)

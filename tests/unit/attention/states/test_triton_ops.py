@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +16,10 @@ from tests.fakes.states import (
     make_weights,
     split_z,
 )
+from toka_async.attention.base import AttentionBatch, ChunkRows
+from toka_async.attention.states import triton_ops
 from toka_async.attention.states.triton_ops import TritonStateOps
+from toka_async.kernels.delta import step
 from toka_async.kernels.delta.layer import DeltaShape
 
 SQUARE = DeltaShape(num_key_heads=1, num_value_heads=1, key_dim=32, value_dim=32, width=2)
@@ -57,6 +61,12 @@ def test_kernels_compute_what_single_tokens_do(
     assert torch.equal(ours.inputs, exact.inputs)
 
 
+def test_many_rows_are_normed_in_a_pass_of_its_own(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "_FEW_ROWS", 0)
+    monkeypatch.setattr(step, "_COLUMNS", 16)
+    test_kernels_compute_what_single_tokens_do([4, 0, 2], [(5, 3)], [], SHAPE, torch.float32, device)
+
+
 def test_equal_keys_do_not_lose_digits(device: torch.device) -> None:
     """The system of a piece is hardest where all keys are alike and nothing decays."""
     weights = make_weights(SHAPE, torch.float32, device)
@@ -72,6 +82,62 @@ def test_equal_keys_do_not_lose_digits(device: torch.device) -> None:
     output = ops.compute(0, inputs, z, gates, weights)
     expected = compute_by_token(exact, 0, batch, projected, gates, weights)
     torch.testing.assert_close(output.double(), expected, atol=2e-3, rtol=2e-3)
+
+
+class Graph:
+    """The tensors of a captured step, planned once for all steps."""
+
+    def __init__(self, ops: TritonStateOps, num_tokens: int, num_rows: int, device: torch.device) -> None:
+        self.ops = ops
+        self.cells = torch.zeros(ops.count_cells(num_tokens, num_rows), dtype=torch.int32, device=device)
+        none = np.ones(num_rows, np.int32)
+        self.batch = AttentionBatch(
+            num_decode=num_rows,
+            query_lengths=none,
+            context_lengths=none,
+            contexts=torch.zeros(num_rows, dtype=torch.int32, device=device),
+            slots=torch.full((num_rows,), MAX_SEQS, dtype=torch.int64, device=device),
+            page_table=torch.zeros(1, 1, dtype=torch.int32, device=device),
+            write_indices=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        )
+
+    def fill(self, batch: AttentionBatch) -> None:
+        self.batch.contexts.zero_()
+        self.batch.contexts[: batch.num_decode] = 9
+        self.batch.slots.fill_(MAX_SEQS)
+        self.batch.slots[: len(batch.slots)] = batch.slots
+        cells, behind = np.zeros(len(self.cells), np.int32), slice(batch.num_decode, None)
+        assert batch.states is not None
+        of_chunks = batch.query_lengths[behind], batch.context_lengths[behind].astype(np.int64), batch.states
+        sizes = len(self.batch.write_indices), self.batch.num_decode, batch.num_decode
+        self.ops.describe(cells, ChunkRows(*sizes, *of_chunks))
+        self.cells.copy_(torch.from_numpy(cells))
+        self.ops.plan_mixed(self.batch, self.cells)
+
+
+def test_a_graph_computes_any_step_of_its_size(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fewer programs than there are pieces and chunks, padding, and each step after the other's states."""
+    monkeypatch.setattr(triton_ops, "count_programs", lambda *_: (2, 2))
+    weights = make_weights(SHAPE, torch.float32, device)
+    ours, exact = (make_cache(SHAPE, torch.float32, device) for _ in range(2))
+    ops = TritonStateOps(ours)
+    graph = Graph(ops, 48, 6, device)
+    steps = [
+        make_batch([4, 0], [(5, 40), (3, 1), (1, 4)], [(0, 7, 0), (2, 4, 1)], device),
+        make_batch([], [(2, 20)], [], device),
+        make_batch([1, 3, 2, 0], [], [], device),
+        make_batch([], [(number, 8) for number in range(6)], [(1, 8, 2)], device),
+    ]
+    for seed, batch in enumerate(steps):
+        num_tokens = int(batch.query_lengths.sum())
+        projected, gates = make_inputs(SHAPE, 48, torch.float32, device, seed)
+        inputs, z = split_z(SHAPE, projected)
+        graph.fill(batch)
+        output = ops.compute(1, inputs, z, gates, weights)
+        expected = compute_by_token(exact, 1, batch, projected[:num_tokens], gates[:num_tokens], weights)
+        torch.testing.assert_close(output[:num_tokens].double(), expected, atol=5e-4, rtol=5e-4)
+        torch.testing.assert_close(ours.recurrent, exact.recurrent, atol=5e-4, rtol=5e-4)
+        assert torch.equal(ours.inputs, exact.inputs)
 
 
 def test_padding_changes_no_state(device: torch.device) -> None:

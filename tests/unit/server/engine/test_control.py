@@ -10,13 +10,14 @@ from msgspec.structs import replace
 
 from tests.cases.requests import make_prompt, make_requests, run_group
 from tests.fakes.scheduler import READY, FakeScheduler
-from toka_async.control import Directory, PartSum
+from toka_async.control import Directory, GroupTransfer, PartSum
 from toka_async.messages import Reason
 from toka_async.server.engine.control import ControlError, ControlTimeoutError, EngineControl, add_parts
 from toka_async.server.engine.engine import Engine
 from toka_async.server.limits.jobs import NotServingError
 
 PROMPT = make_prompt()
+TRANSFER = GroupTransfer(address="10.0.0.1", port=5000, rank_offset=1, world_size=2)
 
 
 def make_engine(num_replicas: int = 1, held: bool = False) -> tuple[Engine, list[FakeScheduler]]:
@@ -89,6 +90,41 @@ async def test_nothing_waits_longer_than_its_time_out() -> None:
         await control.reset_prefix_cache()
     with pytest.raises(ControlError, match="no replica"):
         await Engine([FakeScheduler()], 1).control.resume()
+
+
+async def step_until_done(scheduler: FakeScheduler, task: asyncio.Task[None]) -> None:
+    """Let a held scheduler work until the task is done."""
+    while not task.done():
+        await asyncio.sleep(0)
+        scheduler.step()
+
+
+async def test_a_pause_that_follows_a_resume_at_once_holds() -> None:
+    engine, (scheduler,) = make_engine(held=True)
+    resume, pause = (asyncio.create_task(each) for each in (engine.control.resume(), engine.control.pause("keep")))
+    await step_until_done(scheduler, pause)
+    await resume
+    assert (engine.control.is_paused, scheduler.paused) == (True, "keep")
+
+
+async def test_a_group_without_room_for_all_ranks_is_not_waited_for() -> None:
+    engine, (scheduler, _) = make_engine(2)
+    with pytest.raises(ControlError, match="rank_offset=1, world_size=2: the engine has 2 ranks"):
+        await engine.control.open_transfer(TRANSFER)
+    assert scheduler.acts == []
+
+
+async def test_a_transfer_has_its_own_time_out_and_is_closed_when_it_fails() -> None:
+    engine, (scheduler,) = make_engine(held=True)
+    with pytest.raises(ControlTimeoutError, match=r"OpenTransfer: no answer from replica 0 within 0.01 s"):
+        await engine.control.open_transfer(TRANSFER, timeout=0.01)
+    task = asyncio.create_task(engine.control.open_transfer(TRANSFER))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    scheduler.step()
+    assert scheduler.acts == ["OpenTransfer", "CloseTransfer"] * 2
 
 
 # ---- weights
@@ -226,6 +262,33 @@ async def test_a_load_that_is_cancelled_or_takes_too_long_may_have_written() -> 
         await task
     assert engine.control.is_torn
     assert engine.control.is_paused
+
+
+async def test_an_update_that_is_complete_stays_so_when_its_caller_leaves() -> None:
+    engine, (scheduler,) = make_engine(held=True)
+    control = engine.control
+    for step in (control.begin_update(), control.load(SOURCE)):
+        await step_until_done(scheduler, asyncio.create_task(step))
+    task = asyncio.create_task(control.finish_update("v1"))
+    while scheduler.acts[-1] != "VerifyUpdate":
+        await asyncio.sleep(0)
+        scheduler.step()
+    for _ in range(10):  # up to the wait for the answer to the message that commits
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    scheduler.step()
+    assert scheduler.acts[-1] == "CommitUpdate"
+    assert (control.weight_version, control.is_updating, control.is_paused) == ("v1", False, False)
+
+
+async def test_an_engine_that_is_updated_does_not_fall_asleep_and_keeps_its_requests() -> None:
+    engine, (scheduler,) = make_engine()
+    await engine.control.begin_update()
+    with pytest.raises(ControlError, match="an update of the weights is open"):
+        await engine.control.sleep(1)
+    assert scheduler.acts == ["BeginUpdate"]
 
 
 async def test_checksums_are_those_of_all_replicas() -> None:

@@ -171,7 +171,7 @@ async def test_the_models_sampling_defaults_do_not_hold() -> None:
         ({"input_ids": None, "text": ""}, "text"),
         ({"sampling_params": {"max_new_tokens": 1000}}, "max_tokens"),
         ({"sampling_params": {"regex": "a("}}, "regex"),
-        ({"sampling_params": {"custom_params": {"a": 1}}}, "sampling_params.custom_params"),
+        ({"sampling_params": {"custom_params": {"a": 1}}}, "sampling_params.custom_params.a"),
         ({"sampling_params": {"nonsense": 1}}, "sampling_params.nonsense"),
         ({"sampling_params": [{}, {}]}, "sampling_params"),
         ({"sampling_params": [{"json_schema": 5}]}, "sampling_params[0].json_schema"),

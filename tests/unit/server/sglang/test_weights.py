@@ -35,6 +35,8 @@ async def test_groups(server: WebServer) -> None:
     )
     await server.ok("/destroy_weights_update_group", {"group_name": "g"})
     assert server.actions[1].name == "g"
+    await server.ok("/init_weights_update_group", GROUP | {"timeout": 0.5})
+    assert server.actions[2].seconds == 0.45
 
 
 async def test_parts_of_an_update_end_with_the_pause(server: WebServer) -> None:

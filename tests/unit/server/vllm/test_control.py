@@ -87,6 +87,14 @@ async def test_the_cache(server: WebServer) -> None:
     assert await server.get("/is_paused") == (200, {"is_paused": True})
 
 
+async def test_a_reset_that_fails_leaves_no_pause(server: WebServer) -> None:
+    server.scheduler.control_error, server.scheduler.failing_act = "no luck", "ResetPrefixCache"
+    status, _ = await server.post("/reset_prefix_cache?reset_running_requests=true", {})
+    assert status == 409
+    assert await server.get("/is_paused") == (200, {"is_paused": False})
+    assert server.scheduler.paused is None
+
+
 async def test_what_fails_is_said(server: WebServer) -> None:
     server.scheduler.control_error = "rank 0 is out of luck"
     error = await server.error("/pause?mode=keep", {}, 409)

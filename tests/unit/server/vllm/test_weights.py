@@ -81,8 +81,9 @@ async def test_other_ways_to_join(server: WebServer) -> None:
     await server.ok(
         "/init_weight_transfer_engine", {"init_info": given | {"nccl_unique_id_b64": b64encode(unique_id).decode()}}
     )
-    await server.ok("/init_weight_transfer_engine", {"init_info": ADDRESS | {"backend": "gloo"}})
+    await server.ok("/init_weight_transfer_engine", {"init_info": ADDRESS | {"backend": "gloo", "timeout": 20}})
     first, second = (action.transfer for action in server.actions)
+    assert [action.seconds for action in server.actions] == [270, 18]
     assert (first.unique_id, first.address) == (unique_id, "")
     assert second == GroupTransfer(
         name="vllm", address="10.0.0.1", port=5000, rank_offset=1, world_size=3, backend="gloo"

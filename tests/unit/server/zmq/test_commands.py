@@ -39,7 +39,7 @@ async def test_a_trainer_has_a_method_for_each_command() -> None:
         await trainer.wake()
         await trainer.reset_prefix_cache()
         transfer = GroupTransfer(address="a", port=1, rank_offset=1, world_size=2, backend="gloo")
-        await trainer.open_transfer(transfer)
+        await trainer.open_transfer(transfer, timeout=30)
         await trainer.close_transfer(transfer.name)
         assert await trainer.checksum() == {"w": f"{5:016x}"}
         await trainer.resume()
