@@ -8,6 +8,9 @@
 The schema has no end that a sample could come to, so that both kinds have as many tokens. `half` gives it to every
 second request. `users` stream, one request after the other. `first` sends prompts of a few tokens each with a schema
 that the server has not seen: what the first token waits for it. The kinds take turns; the figures are medians.
+
+A model of random weights would write every string to its `maxLength`. With `--ends` its tokens that end a string get a
+bias, as large for plain requests, so that strings have a few tokens, as those of a trained model.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from typing import Any
 import aiohttp
 
 NUM_FIRST = 20
+ENDS = ('"', '",', '":', '"}')
+METRICS = ("toka:grammar_tokens_total", "toka:mask_seconds_total", "toka:mask_stall_seconds_total")
 TIMEOUT = aiohttp.ClientTimeout(total=600)
 
 
@@ -97,7 +102,22 @@ class Load:
         self._args = args
         self._model = model
         self.name = secrets.token_hex(4)
+        self.bias: dict[str, float] = {}
         self._prompts = count()
+
+    async def find_ends(self, bias: float) -> None:
+        """Gives the tokens that end a string a bias from now on."""
+        for text in ENDS:
+            body = {"prompt": text, "add_special_tokens": False}
+            async with self._session.post("/tokenize", json=body) as response:
+                self.bias[str((await response.json())["tokens"][0])] = bias
+
+    async def read_masks(self) -> tuple[float, float, float]:
+        """Returns rows with masks, seconds in which they were made, and for which the device waited for them."""
+        async with self._session.get("/metrics") as response:
+            lines = (await response.text()).splitlines()
+        found = [sum(float(line.split()[-1]) for line in lines if line.startswith(name)) for name in METRICS]
+        return found[0], found[1], found[2]
 
     def make_prompt(self) -> str:
         """Makes a prompt that no cache has."""
@@ -128,7 +148,14 @@ class Load:
     async def run_samples(self, kind: str) -> float:
         args, began = self._args, time.perf_counter()
         bodies = [
-            make_body(self._model, args.tokens, KINDS[kind][place % 2], n=args.samples, prompt=self.make_prompt())
+            make_body(
+                self._model,
+                args.tokens,
+                KINDS[kind][place % 2],
+                n=args.samples,
+                prompt=self.make_prompt(),
+                logit_bias=self.bias,
+            )
             for place in range(args.prompts)
         ]
         tokens = sum(await asyncio.gather(*map(self.post, bodies)))
@@ -140,7 +167,8 @@ class Load:
         async def use(place: int) -> int:
             total = 0
             for _ in range(args.requests):
-                body = make_body(self._model, args.tokens, KINDS[kind][place % 2], prompt=self.make_prompt())
+                schema, prompt = KINDS[kind][place % 2], self.make_prompt()
+                body = make_body(self._model, args.tokens, schema, prompt=prompt, logit_bias=self.bias)
                 total += (await self.time_stream(body))[1]
             return total
 
@@ -153,16 +181,22 @@ async def measure(args: argparse.Namespace) -> None:
         async with session.get("/v1/models") as response:
             model: str = (await response.json())["data"][0]["id"]
         load = Load(session, args, model)
+        if args.ends:
+            await load.find_ends(args.ends)
         if args.what == "first":
             await measure_first(load, model)
             return
         run = load.run_samples if args.what == "samples" else load.run_users
         rates: dict[str, list[float]] = {kind: [] for kind in args.kinds}
+        before = await load.read_masks()
         for turn in range(1 + args.rounds):
             for kind, each in rates.items():
                 rate = await run(kind)
                 if turn:
                     each.append(rate)
+        rows, made, waited = (now - old for now, old in zip(await load.read_masks(), before, strict=True))
+    if rows:
+        print(f"masks: {1e6 * made / rows:.1f} us a row of the host, {1e6 * waited / rows:.2f} us of the device's time")
     medians = {kind: statistics.median(each) for kind, each in rates.items()}
     for kind, each in rates.items():
         share = f", {medians[kind] / medians['plain']:.3f} of plain" if "plain" in medians else ""
@@ -192,6 +226,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2, help="of each user")
     parser.add_argument("--tokens", type=int, default=128, help="of each sample")
     parser.add_argument("--rounds", type=int, default=3, help="that are measured, behind one that is not")
+    parser.add_argument("--ends", type=float, default=0.0, metavar="BIAS", help="of tokens that end a string")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["plain", "schema"])
     asyncio.run(measure(parser.parse_args()))
 

@@ -35,6 +35,13 @@ def _shape(hidden: int, heads: int, kv_heads: int, dim: int, inner: int) -> dict
     return dict(zip(names, (hidden, heads, kv_heads, dim, inner), strict=True))
 
 
+_GEMMA = {"sliding_window": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True}
+_DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _shape(512, 8, 2, 64, 1408)),
     "qwen2": ("qwen2", _shape(896, 14, 2, 64, 2432) | {"tie_word_embeddings": True}),
@@ -45,7 +52,22 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": ("mixtral", _shape(1024, 8, 2, 128, 1408)),
     "mistral": ("mistral", _shape(1024, 8, 2, 128, 2816) | {"sliding_window": 256}),
+    "gemma2": ("gemma2", _shape(1024, 8, 4, 256, 2816) | _GEMMA),
+    "gemma3_text": ("gemma3_text", _shape(1024, 8, 4, 256, 2816) | _GEMMA),
+    "olmo3": ("olmo3", _shape(1024, 8, 8, 128, 2816) | {"head_dim": ..., "sliding_window": 256}),
+    "gpt_oss": (
+        "gpt_oss",
+        _shape(1024, 16, 2, 64, 512) | {"num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 128},
+    ),
+    "qwen3_5_text": ("qwen3_5_text", _shape(1024, 8, 2, 256, 2816) | _DELTA),
+    "qwen3_next": (
+        "qwen3_next",
+        _shape(1024, 8, 2, 256, 2816)
+        | _DELTA
+        | {"num_experts": 16, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256},
+    ),
 }
+ROUTED = ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next")  # have experts
 
 
 def make_model(folder: Path, shape: str) -> Path:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.drivers.core import Sample
-from tests.drivers.gpu_models import SHAPES, VOCAB, Reference, WatchedEngine, make_model
+from tests.drivers.gpu_models import ROUTED, SHAPES, VOCAB, Reference, WatchedEngine, make_model
 from toka_async.messages import TokenSampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -144,7 +144,7 @@ def test_tokens_and_logprobs(case: Case, reference: Reference) -> None:
         count = sum(len(sample.token_ids) for _, sample in samples)
         table.append(f"{name} {rows.__name__.removeprefix('in_'):7} {count:6} {errors}")
         assert (engine.watch.num_grouped > 0) == (rows is in_groups)
-        check(case, errors, is_routed=shape in ("qwen3_moe", "mixtral"))
+        check(case, errors, is_routed=shape in ROUTED)
     print("\n".join(table), end="")
     assert (engine.watch.num_replays > NUM_TOKENS) == case.graphs
     assert (engine.watch.num_grouped_replays > 0) == case.graphs

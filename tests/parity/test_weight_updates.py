@@ -124,6 +124,41 @@ def test_new_prompts_find_nothing_of_older_weights_and_rows_that_run_keep_theirs
     assert engine.driver.received[max(engine.driver.received)].prefilled.cached_tokens > 0  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("shape", ["phi3", "qwen3_5_text"])
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_samples_that_start_after_an_update_compute_their_prompt_again(
+    tmp_path: Path, shape: str, page_size: int
+) -> None:
+    old, new = make_pair(tmp_path, shape)
+    expected = Engine(new).run(PROMPTS[:1], max_tokens=NUM_TOKENS)[0].samples[0].token_ids
+    engine = Engine(old, page_size=page_size, max_seqs=2)
+    trainer, fields = Trainer(engine), {"n": 5, "max_tokens": NUM_TOKENS, "sampling": TokenSampling(temperature=0.0)}
+    row = engine.driver.submit(submit(50, PROMPTS[0], **fields))
+    while row.prefilled is None:
+        engine.driver.turn()
+    trainer.act(Pause(mode="keep"))
+    trainer.update([*read_checkpoint(new).items()])
+    trainer.act(Resume())
+    engine.driver.drain()
+    tokens = [each.token_ids for each in row.samples]
+    assert tokens[0] == tokens[1] != expected  # they ran already, and keep the keys and values that they have
+    assert tokens[2:] == [expected] * 3
+
+
+def test_a_prompt_in_the_middle_starts_over_at_an_update(tmp_path: Path) -> None:
+    old, new = make_pair(tmp_path, "phi3")
+    prompt = [*range(100, 200)]
+    expected = Engine(new).run([prompt], max_tokens=NUM_TOKENS)[0].samples[0].token_ids
+    engine = Engine(old, max_tokens=16)
+    row = engine.driver.submit(submit(50, prompt, max_tokens=NUM_TOKENS, sampling=TokenSampling(temperature=0.0)))
+    for _ in range(3):
+        engine.driver.turn()
+    assert row.prefilled is None
+    Trainer(engine).update([*read_checkpoint(new).items()])
+    engine.driver.drain()
+    assert row.samples[0].token_ids == expected
+
+
 @pytest.mark.parametrize("mode", ["keep", "retract"])
 def test_states_of_recurrent_layers_outlive_pauses(tmp_path: Path, mode: PauseMode) -> None:
     """With `keep` they stay; with `retract` they are computed again, from snapshots where there are any."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 START = re.compile(r"^start\s*:", re.MULTILINE)
+MAX_EBNF = 1 << 16  # characters; the library reads it in Python, at 1 MB a second
 SPECIAL = re.compile(r"[^\w ]|\n")  # what may have a meaning in a regular expression
 GUIDANCE = "x-guidance"  # key at a schema's top level with options of llguidance, which precede ours
 # A model could write blanks for ever. These are those that a document needs, in one line or indented.
@@ -75,8 +76,10 @@ def read_grammar(text: str) -> str:
 
     Raises GrammarError.
     """
-    from llguidance.gbnf_to_lark import any_to_lark
+    from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
+    if len(text) > MAX_EBNF and not is_lark_syntax(text):
+        raise GrammarError(f"EBNF of more than {MAX_EBNF} characters, which takes long to read; write it in Lark")
     try:
         return str(any_to_lark(text))
     except Exception as error:  # the library's own class is a bare Exception

@@ -277,6 +277,7 @@ class Core:
             case CommitUpdate(version=version):
                 self._running.log.change_version(version)
                 self._running.cache.begin_epoch()  # what older weights computed is not for new prompts
+                self._preemption.restart_prompts()
                 self._pauses.end_update(failed=False)
             case SetVersion(version=version):
                 self._running.log.change_version(version)

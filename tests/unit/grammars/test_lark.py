@@ -8,6 +8,7 @@ import pytest
 
 from tests.cases.grammars import load_tokenizer, make_vocabulary, matches
 from toka_async.grammars.lark import (
+    MAX_EBNF,
     GrammarError,
     make_grammar,
     read_grammar,
@@ -37,6 +38,13 @@ def test_a_regular_expression_matches_the_whole_text() -> None:
     assert matches(grammar, 'ab/17\n"x"')
     assert not matches(grammar, 'ab/17\n"x"y')
     assert not matches(grammar, 'xab/17\n"x"')
+
+
+def test_long_ebnf_is_refused_and_long_lark_is_not() -> None:
+    """A server reads it where its other requests wait."""
+    with pytest.raises(GrammarError, match="write it in Lark"):
+        read_grammar('root ::= "a"' + " " * MAX_EBNF)
+    assert read_grammar('start: "a"' + " " * MAX_EBNF)
 
 
 def test_ebnf_and_lark_are_read() -> None:

@@ -57,6 +57,23 @@ class Preemption:
         while (idle := self._find_youngest_idle()) is not None:
             self._requeue_idle(idle)
 
+    def restart_prompts(self) -> None:
+        """Requeue what has no token of its prompt yet, so that no prompt is of two versions of the weights.
+
+        Samples that run keep the prompt that they share. No step is in flight.
+        """
+        running = self._running
+        table = running.table
+        for seq in table.sort_last_first().tolist():
+            if table.holds[seq] and running.runs[int(table.prompt_key[seq])].seq == seq:
+                self._preempt(seq)
+        for run in list(running.forking):
+            if run.num_seqs:
+                running.stop_forking(run)
+                self._requeue(run.task)
+            else:
+                self._requeue_idle(run)
+
     def make_way(self, seq: int) -> None:
         self._preempt(seq)
         self.num_preemptions += 1

@@ -155,6 +155,7 @@ class PromptRun:
     seq: int = -1  # the sequence that computes the prompt; -1: nothing (left) to compute
     num_seqs: int = 0  # sequences that hold pages of the run, the computing one included
     closed: bool = False
+    stopped: bool = False  # no more samples start from it
     epoch: int = 0  # of the prefix tree
     window_first: int = 0
     window_end: int = 0
@@ -174,7 +175,7 @@ class PromptRun:
 
     @property
     def num_pending(self) -> int:
-        return self.request.num_pending if self.forks else 0
+        return self.request.num_pending if self.forks and not self.stopped else 0
 
     def own_pages(self) -> Int32:
         """Pages of the run that are not in the prefix tree."""

@@ -250,14 +250,21 @@ class RunningSet:
             self.windows.fork(run, seqs)
         copies = self.grow(seqs) if run.tail_page >= 0 else np.empty(0, np.int32)
         if not run.num_pending:
-            self.forking.remove(run)
-            self._leave_snapshot(run)
-            if self.windows is not None:
-                self.windows.leave(run)
-            if run.tail_page >= 0:
-                self.cache.give(np.asarray([run.tail_page], np.int32))
-                run.tail_page = -1
+            self.stop_forking(run)
         return seqs, copies
+
+    def stop_forking(self, run: PromptRun) -> None:
+        """No more samples start from the run: give back what only they would need."""
+        run.stopped = True
+        self.forking.remove(run)
+        self._leave_snapshot(run)
+        if self.windows is not None:
+            self.windows.leave(run)
+        if run.tail_page >= 0:
+            self.cache.give(np.asarray([run.tail_page], np.int32))
+            run.tail_page = -1
+        if run.request.shared_run is run:
+            run.request.shared_run = None
 
     def _leave_snapshot(self, run: PromptRun) -> None:
         """Leave the state that a run holds to the end of its last page if that is where it belongs."""
