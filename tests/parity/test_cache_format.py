@@ -31,11 +31,11 @@ QUESTIONS = (
 TOKENS = 60  # of each answer
 
 
-def compute_logits(texts: Sequence[list[int]], stored: CacheFormat | None) -> list[Tensor]:
-    """Logits of all tokens of each text, whose first half is a prompt, in chunks."""
+def compute_logits(texts: Sequence[list[int]], stored: CacheFormat | None, prompt: float = 0.5) -> list[Tensor]:
+    """Logits of all tokens of each text. That share of it is a prompt, in chunks; the others are decoded one by one."""
     decoder = build_decoder(SPEC, torch.float32, CPU)
     load_weights(decoder, DEMO)
-    rows = [PagedRow(text, len(text) // 2) for text in texts]
+    rows = [PagedRow(text, int(len(text) * prompt)) for text in texts]
     num_pages = sum(-(-len(text) // 16) for text in texts)
     shape = SPEC.num_layers, num_pages, SPEC.attention.num_kv_heads, 16, SPEC.attention.head_dim
     kv_cache = KVCache(*shape, torch.float32, CPU, stored=stored)
@@ -51,7 +51,7 @@ def sample_texts() -> list[list[int]]:
     tokenizer = Tokenizer.load(DEMO)
     texts = [[*tokenizer.encode(question)] for question in QUESTIONS]
     for _ in range(TOKENS):
-        for text, logits in zip(texts, compute_logits(texts, None), strict=True):
+        for text, logits in zip(texts, compute_logits(texts, None, prompt=1.0), strict=True):
             text.append(int(logits[-1].softmax(-1).multinomial(1, generator=generator)))
     return texts
 

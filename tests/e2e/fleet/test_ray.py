@@ -53,6 +53,7 @@ def cluster() -> Iterator[Cluster]:
         "num_cpus": 0,
         "num_gpus": 0,
         "include_dashboard": False,
+        "include_log_monitor": False,  # nobody reads what it sends
         "object_store_memory": 100_000_000,
         "_system_config": {"memory_monitor_refresh_ms": 0},  # it would kill workers for what else runs here
     }
@@ -303,7 +304,6 @@ def read_command(pid: int) -> str:
     return ""
 
 
-@pytest.mark.slow  # 80 CPU seconds: with the tests above more than Ray may take of CI's time
 def test_a_job_that_loses_its_driver_an_engine_and_a_node_writes_each_row_once(
     cluster: Cluster, tmp_path: Path
 ) -> None:
