@@ -36,6 +36,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "opt": {"num_key_value_heads": None, "intermediate_size": None, "ffn_dim": 72, "word_embed_proj_dim": 48},
     "nemotron": {"head_dim": 8},
+    "gpt_oss": {"head_dim": 8, "sliding_window": 20, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granite_swa": {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "gemma2": {"head_dim": 8, "sliding_window": 20, "attn_logit_softcapping": 2.0},
     "qwen2_moe": {
         "num_experts": 4,

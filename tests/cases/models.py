@@ -70,6 +70,9 @@ _ARCHITECTURES = {
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
 }
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # some of their layers are recurrent
 _HYBRID: dict[str, Any] = {
@@ -87,6 +90,13 @@ _SEEING = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 
 
 _OWN_FIELDS: dict[str, dict[str, Any]] = {
     "olmo2": {"head_dim": ...},
+    "olmoe": {"head_dim": ...},
+    "exaone4": {
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "num_hidden_layers": 3,
+    },
+    "qwen2_moe": {"head_dim": ..., "decoder_sparse_step": 2, "num_hidden_layers": 3},
     "olmo3": {"head_dim": ..., "sliding_window": 9, "num_hidden_layers": 4, "rope_theta": 500000.0},
     "smollm3": {"head_dim": ..., "pad_token_id": 0, "num_hidden_layers": 3, "no_rope_layer_interval": 2},
     "phi3": {"head_dim": ..., "partial_rotary_factor": 0.5, "pad_token_id": 0},
@@ -154,6 +164,7 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
 _NORMS = {
     "olmo2": ("post_attention_layernorm", "post_feedforward_layernorm"),
     "olmo3": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "exaone4": ("post_attention_layernorm", "post_feedforward_layernorm"),
     "glm4": (
         *("input_layernorm", "post_attention_layernorm"),
         *("post_self_attn_layernorm", "post_mlp_layernorm"),
@@ -168,6 +179,8 @@ _ADDS_ONE = ("gemma", "gemma2", "gemma3_text", *HYBRIDS)  # their norms' weights
 
 _EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True},
+    "qwen2_moe": _SHARED | {"num_experts": 6, "num_experts_per_tok": 3},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 20},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40},
     "qwen3_next": _SHARED | {"num_experts": 8, "num_experts_per_tok": 3},
     "qwen3_5_moe_text": _SHARED | {"num_experts": 6, "num_experts_per_tok": 2},
@@ -319,11 +332,11 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def has_experts(config: dict[str, Any], layer: int) -> bool:
     """Tells whether a layer of a configuration of `make_checkpoint` has experts."""
-    if config["model_type"] in ("mixtral", "gpt_oss", "qwen3_5_moe_text"):
+    if config["model_type"] in ("mixtral", "gpt_oss", "qwen3_5_moe_text", "olmoe"):
         return True
     is_sparse = (layer + 1) % config.get("decoder_sparse_step", 1) == 0
     return (
-        config["model_type"] in ("qwen3_moe", "qwen3_next")
+        config["model_type"] in ("qwen2_moe", "qwen3_moe", "qwen3_next")
         and is_sparse
         and layer not in config.get("mlp_only_layers", ())
     )
@@ -344,7 +357,8 @@ def _expert_shapes(config: dict[str, Any], hidden: int) -> dict[str, tuple[int, 
         count, inner, prefix = config["num_local_experts"], config["intermediate_size"], "block_sparse_moe"
         names = ("w1", "w3", "w2")
     else:
-        count, inner, prefix = config["num_experts"], config["moe_intermediate_size"], "mlp"
+        inner = config.get("moe_intermediate_size", config["intermediate_size"])
+        count, prefix = config["num_experts"], "mlp"
         names = ("gate_proj", "up_proj", "down_proj")
     shapes: dict[str, tuple[int, ...]] = {f"{prefix}.gate.weight": (count, hidden)}
     for number in range(count):
@@ -386,13 +400,13 @@ def _attention_shapes(config: dict[str, Any], hidden: int) -> dict[str, tuple[in
     for name, shape in (*inputs, ("o", (hidden, wide))):
         shapes[f"self_attn.{name}_proj.weight"] = shape
         has_bias = config.get("attention_bias") and (name != "o" or family not in ("glm", "glm4", "seed_oss"))
-        if has_bias or (family == "qwen2" and name != "o"):
+        if has_bias or (family in ("qwen2", "qwen2_moe") and name != "o"):
             shapes[f"self_attn.{name}_proj.bias"] = shape[:1]
     if family == "gpt_oss":
         shapes["self_attn.sinks"] = (heads,)
-    if family in ("qwen3", "qwen3_moe", "gemma3_text", "gemma4_text", *HYBRIDS):
+    if family in ("qwen3", "qwen3_moe", "gemma3_text", "gemma4_text", "exaone4", *HYBRIDS):
         shapes |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
-    if family in ("olmo2", "olmo3"):
+    if family in ("olmo2", "olmo3", "olmoe"):
         shapes |= {"self_attn.q_norm.weight": (wide,), "self_attn.k_norm.weight": (narrow,)}
     return shapes
 

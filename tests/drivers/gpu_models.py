@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.cases.models import make_checkpoint
+from tests.cases.models import GEMMA4_SMALL, make_checkpoint
 from tests.drivers.core import Sample
 from tests.drivers.engine import Engine
 from toka_async.arrays import as_i32
@@ -52,6 +52,13 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": ("mixtral", _shape(1024, 8, 2, 128, 1408)),
     "mistral": ("mistral", _shape(1024, 8, 2, 128, 2816) | {"sliding_window": 256}),
+    "gemma4": (
+        "gemma4_text",
+        _shape(1024, 4, 1, 256, 2816)
+        | _GEMMA
+        | GEMMA4_SMALL
+        | {"global_head_dim": 512, "hidden_size_per_layer_input": 128, "vocab_size_per_layer_input": VOCAB},
+    ),
     "gemma2": ("gemma2", _shape(1024, 8, 4, 256, 2816) | _GEMMA),
     "gemma3_text": ("gemma3_text", _shape(1024, 8, 4, 256, 2816) | _GEMMA),
     "olmo3": ("olmo3", _shape(1024, 8, 8, 128, 2816) | {"head_dim": ..., "sliding_window": 256}),
@@ -73,7 +80,7 @@ ROUTED = ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next")  # have experts
 def make_model(folder: Path, shape: str) -> Path:
     """A checkpoint of that shape."""
     family, overrides = SHAPES[shape]
-    make_checkpoint(folder, family, seed=1, **_COMMON, **overrides)
+    make_checkpoint(folder, family, seed=1, **(_COMMON | overrides))
     if overrides.get("tie_word_embeddings"):  # else every token's likeliest successor is itself
         tensors = load_file(folder / "model.safetensors")
         tensors["model.embed_tokens.weight"] *= overrides["hidden_size"] ** -0.5

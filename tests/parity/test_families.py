@@ -30,6 +30,9 @@ FACTORS = {"short_factor": [1.0, 1.5], "long_factor": [2.0, 7.0], "original_max_
 FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "olmo3": {},
+    "olmoe": {},
+    "exaone4": {},
+    "qwen2_moe": {},
     "smollm3": {"num_hidden_layers": 2},
     "phi3": {"rope_scaling": FACTORS | {"type": "longrope"}, "original_max_position_embeddings": 8},
     "granite": {},

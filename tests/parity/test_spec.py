@@ -25,7 +25,7 @@ REQUIRED = {
 }
 
 
-OLDER = ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral"]
+OLDER = ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral", "qwen2_moe", "olmoe"]
 
 
 @pytest.mark.parametrize("family", OLDER)
@@ -87,7 +87,8 @@ def test_families_of_other_layers(tmp_path: Path, family: str) -> None:
         assert attention.head_dim == layer.self_attn.head_dim
         assert attention.num_kv_heads == config.num_key_value_heads
         assert attention.score_scale == pytest.approx(layer.self_attn.scaling)
-        assert attention.window == (getattr(layer.self_attn, "sliding_window", None) or 0)
+        window = getattr(layer.self_attn, "sliding_window", None) or 0
+        assert attention.window == (window if getattr(layer.self_attn, "is_sliding", True) else 0)
         matrices = {matrix.fused or name: matrix for matrix in spec.list_matrices(number) for name in matrix.names}
         for name, matrix in matrices.items():
             linear = layer.get_submodule(name)

@@ -27,10 +27,21 @@ NUM_TOKENS = 30  # of each answer
 TIE = 1e-3  # the reference's own two best logits, where a different token is no error
 LOGPROBS = TokenSampling(temperature=0.0, num_logprobs=1, num_prompt_logprobs=1)
 FAMILIES = [
-    *("starcoder2", "cohere", "nemotron", "deepseek_v3"),
+    *("starcoder2", "cohere", "gpt_oss", "deepseek_v3"),
     *(
         pytest.param(name, marks=pytest.mark.slow)
-        for name in ("gpt_neox", "qwen2_moe", "stablelm", "olmo", "persimmon", "gpt2", "opt", "gemma2")
+        for name in (
+            "nemotron",
+            "granite_swa",
+            "gpt_neox",
+            "qwen2_moe",
+            "stablelm",
+            "olmo",
+            "persimmon",
+            "gpt2",
+            "opt",
+            "gemma2",
+        )
     ),
 ]
 
@@ -117,7 +128,10 @@ def test_a_native_family_gives_the_same_through_the_library(tmp_path: Path, fami
         ("starcoder2", ()),
         pytest.param("cohere", ("parallel.tp=2",), marks=pytest.mark.slow),
         pytest.param("gpt_neox", ("parallel.pp=2",), marks=pytest.mark.slow),
-        pytest.param("qwen2_moe", ("parallel.tp=2", "parallel.pp=2"), marks=pytest.mark.slow),
+        pytest.param("granite_swa", ("parallel.tp=2",), marks=pytest.mark.slow),
+        pytest.param(
+            "qwen2_moe", ("parallel.tp=2", "parallel.pp=2", "model.impl=transformers"), marks=pytest.mark.slow
+        ),
         pytest.param("phi3", ("parallel.tp=2", "model.impl=transformers"), marks=pytest.mark.slow),
     ],
 )

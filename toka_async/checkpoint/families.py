@@ -70,7 +70,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     num_attention_heads. attention_bias: where it is not said. output_bias_field: names the flag of the output
     projection's bias. fused_qkv, fused_gate_up: the checkpoint has these projections as one tensor of this name; empty:
     each by itself. gated: attention has gates. delta_net: of layers without attention. ropes_by_type: layers with a
-    window have a rope of their own. skips_ropes: `no_rope_layers` names layers without. windows: all_if_used:
+    window have a rope of their own. skips_ropes: `no_rope_layers` names layers without. ropes_in_windows: in
+    models with windows, only layers that have one have a rope. windows: all_if_used:
     `use_sliding_window`; by_layer: also `max_window_layers`, `layer_types`; by_type: `layer_types`, and without them
     all but each `period`th layer (0: all layers); by_type_if_used: likewise if `use_sliding_window`, and without types
     those without a rope. scales: whose fields of scales and soft caps the configuration has. tied: logits are by the
@@ -100,6 +101,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     rope: RopeDefaults = RopeDefaults()
     ropes_by_type: bool = False
     skips_ropes: bool = False
+    ropes_in_windows: bool = False
     sinks: bool = False
     windows: Windows = "none"
     window: int = 4096  # where none is named; 0: none
@@ -204,6 +206,22 @@ FAMILIES: dict[str, Family] = {
             in_all_layers=False,
         ),
     ),
+    "qwen2_moe": Family(
+        max_positions=32768,
+        num_kv_heads=16,
+        qkv_bias=True,
+        refused=(("use_sliding_window", 0),),
+        experts=ExpertsFamily(
+            names=ExpertNames(),
+            num_experts=60,
+            top_k=4,
+            inner_field="moe_intermediate_size",
+            inner=1408,
+            renormalizes=None,
+            in_all_layers=False,
+            shared=5632,
+        ),
+    ),
     "qwen3_next": _QWEN3_NEXT,
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe_text": _QWEN3_5_MOE,
@@ -279,6 +297,24 @@ FAMILIES: dict[str, Family] = {
         windows="by_type",
         period=4,
         eos_token_ids=(50279,),
+    ),
+    "olmoe": Family(
+        max_positions=4096,
+        qkv_bias=None,
+        output_bias=None,
+        head_norm=HeadNormSpec("projection"),
+        norm_eps=1e-5,
+        refused=(("clip_qkv", 0),),
+        eos_token_ids=(50279,),
+        experts=ExpertsFamily(
+            names=ExpertNames(),
+            num_experts=64,
+            top_k=8,
+            inner_field="intermediate_size",
+            inner=2048,
+            renormalizes=None,
+            in_all_layers=True,
+        ),
     ),
     "smollm3": Family(
         max_positions=32768,
@@ -358,6 +394,17 @@ FAMILIES: dict[str, Family] = {
         tied=True,
         refused=(("use_bias", 0),),
         bos_token_ids=(1,),
+        eos_token_ids=(2,),
+    ),
+    "exaone4": Family(
+        max_positions=2048,
+        head_norm=HeadNormSpec(),
+        norms=AFTER,
+        norm_eps=1e-5,
+        ropes_in_windows=True,
+        windows="by_type",
+        period=4,
+        bos_token_ids=(0,),
         eos_token_ids=(2,),
     ),
     "ministral": Family(

@@ -80,6 +80,8 @@ def read_attentions(file: JsonFile, family: Family, num_layers: int, scales: Mod
     max_positions = file.integer("max_position_embeddings", family.max_positions)
     have_rope = _find_ropes(file, family, num_layers)
     windows = _read_windows(file, family, have_rope)
+    if family.ropes_in_windows and file.fields.get("sliding_window", family.window):
+        have_rope = [window > 0 for window in windows]
     if family.heads_by_type:
         windows[-1] = 0  # whatever is said, as in transformers
     ropes = _read_ropes(file, family, max_positions, windows)

@@ -93,16 +93,18 @@ def _describe(report: ModelReport, impl: str, spec: ModelSpec, config: Config) -
 
 
 def _find_hint(model_dir: Path, config: Config) -> str:
-    """Says whether the library would run what our code refuses."""
+    """Says whether the library would run what our code refuses, and if not, why."""
     try:
         read_model(model_dir, msgspec.structs.replace(config.model, impl="transformers"), config.parallel)
-    except ModelError:
-        return ""
+    except ModelError as error:
+        return f"model.impl=transformers would refuse it as well: {error}"
     return "model.impl=transformers would run it"
 
 
 def list_lines(models: RunnableModels) -> Iterator[str]:
     """The list for people."""
+    yield "Names are those of model_type in a model's config.json."
+    yield ""
     yield "native (model.impl=native): our own layers and kernels"
     yield from _wrap(models.native)
     yield ""
@@ -124,7 +126,7 @@ def report_lines(report: ModelReport) -> Iterator[str]:
     if report.problem:
         yield f"would be refused: {report.problem}"
         if report.hint:
-            yield f"but {report.hint}"
+            yield report.hint
         return
     yield f"would run: {'natively' if report.impl == 'native' else 'through transformers'} (model.impl={report.impl})"
     yield f"{report.num_layers} layers, {report.weights}, at most {report.max_context:,} tokens a sequence"

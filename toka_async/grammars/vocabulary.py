@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 EXTRA = "structured output needs llguidance: pip install 'toka-async[structured]'"
 LONGEST_ERROR = 500  # characters
-# Of a parser that one mask may look at; the library allows five times as many, which take a second and more.
-MOST_ITEMS = 10_000
 # Tokens of blanks and of strings' texts, by their length. Those of a class that a grammar allows as a whole are allowed
 # at once, others are tried one by one. With so many classes, few are tried near the `maxLength` of a string.
 TEXT_LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 30)
@@ -59,7 +57,7 @@ class GrammarVocabulary:
         tokens = self._tokens.result()
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(step_max_items=MOST_ITEMS, verbose_errors=False)
+        limits = LLParserLimits(verbose_errors=False)
         matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise GrammarError(shorten_error(matcher.get_error()))

@@ -39,8 +39,8 @@ class LayerAttention:
     padding: int = 0
     factor: float = 1.0
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[1, heads, t, dim] each to [1, t, heads, value dim]; queries and keys are rotated."""
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        """[1, heads, t, dim] each to [1, t, heads, value dim]; queries and keys are rotated. sinks: [heads]."""
         step = self.step
         assert step.backend is not None
         assert step.rotation is not None
@@ -49,7 +49,7 @@ class LayerAttention:
         if self.factor != 1.0:
             query = query * self.factor
         heads = torch.cat((query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)), dim=2)[0]
-        attended = step.backend.attend(self.index, heads, step.rotation)[None]
+        attended = step.backend.attend(self.index, heads, step.rotation, None, sinks)[None]
         return attended[..., : -self.padding] if self.padding else attended
 
 
@@ -64,10 +64,14 @@ def _attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,  # noqa: ARG001
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The library's interface. What else a model hands over, the probe has found to mean nothing, or in the spec."""
-    return getattr(module, _LAYER).attend(query, key, value), None
+    """The library's interface. s_aux: what it calls sinks.
+
+    What else a model hands over, the probe has found to mean nothing, or in the spec.
+    """
+    return getattr(module, _LAYER).attend(query, key, value, s_aux), None
 
 
 # Without a mask function of that name, models make no masks.

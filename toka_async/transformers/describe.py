@@ -108,6 +108,7 @@ def _describe_layer(
         scale=scale,
         factor=call.scale / scale,
         soft_cap=call.soft_cap,
+        sinks=call.sinks,
         module=name,
         value_dim=call.value_dim,
         divides=divides,

@@ -19,7 +19,7 @@ from toka_async.model.comm import Comm, LocalComm
 from toka_async.model.matrices.share import Share, share_of, whole_of
 from toka_async.transformers.loading import refuse
 
-UNDIVIDED = ("replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise")
+UNDIVIDED = ("replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise", "local_params")
 SUMMED = ("moe_tp_experts", "all_reduce")  # of modules whose parameters are divided
 
 
@@ -96,11 +96,14 @@ def _apply(model: Any, module: Any, path: str, style: str | None, comm: Comm, di
 def _divide_parameter(
     model: Any, module: Any, path: str, values: Tensor, style: str, comm: Comm, division: Division
 ) -> None:
-    """Divides a stack of experts' matrices [experts, outputs, inputs]."""
+    """Divides a stack of experts' matrices [experts, outputs, inputs], or numbers of heads [heads]."""
     name = path.rpartition(".")[2]
     if style in UNDIVIDED:
         return
     whole = [whole_of(size) for size in values.shape]
+    if values.dim() == 1 and style == "colwise":
+        _set_part(module, division, name, (_share(model, len(values), path, comm),))
+        return
     if values.dim() != 3 or style not in ("packed_colwise", "colwise", "rowwise"):
         raise _refuse(model, comm, f"{path} of {values.dim()} dimensions has the style {style!r}")
     dim = 2 if style == "rowwise" else 1

@@ -21,7 +21,7 @@ from toka_async.transformers.masks import measure_window
 PROBE = "toka_async_probe"
 NUM_TOKENS = 5
 # What models hand to attention beside queries, keys and values, and what has no part in the result here.
-KNOWN = {"scaling", "softcap", "is_causal", "dropout", "position_ids", "use_cache", "sliding_window"}
+KNOWN = {"scaling", "softcap", "s_aux", "is_causal", "dropout", "position_ids", "use_cache", "sliding_window"}
 KNOWN |= {"output_attentions", "output_router_logits", "cache_position", "return_dict"}
 
 
@@ -30,7 +30,7 @@ class AttentionCall:
     """How one layer calls attention.
 
     value_dim: of a value head, which may be smaller than the others. window: how many positions a token sees, 0: all
-    before it. soft_cap: of scores, 0: none.
+    before it. soft_cap: of scores, 0: none. sinks: each head has one.
     """
 
     module: nn.Module
@@ -41,6 +41,7 @@ class AttentionCall:
     scale: float
     window: int
     soft_cap: float
+    sinks: bool
 
 
 class _RefusedError(Exception):
@@ -104,7 +105,9 @@ class AttentionProbe:
         alike = query.shape[0] == 1 and query.shape[2] == key.shape[2] == value.shape[2] == NUM_TOKENS
         if not alike or key.shape[-1] != dim or value.shape[1] != num_kv_heads or value.shape[-1] > dim:
             raise _RefusedError("its attention is not over the keys and values of the step's tokens")
-        scale = others.get("scaling")
+        scale, sinks = others.get("scaling"), others.get("s_aux")
+        if sinks is not None and sinks.shape != (num_heads,):
+            raise _RefusedError(f"its attention has sinks of the shape {list(sinks.shape)}, not one for each head")
         self._calls.append(
             AttentionCall(
                 module=module,
@@ -115,6 +118,7 @@ class AttentionProbe:
                 scale=dim**-0.5 if scale is None else float(scale),
                 window=self._find_window(module, attention_mask, others.get("is_causal")),
                 soft_cap=float(others.get("softcap") or 0.0),
+                sinks=sinks is not None,
             )
         )
         return query.new_empty(1, NUM_TOKENS, num_heads, value.shape[-1]), None
@@ -153,3 +157,5 @@ def _check(config: Any, calls: list[AttentionCall]) -> None:
         raise refuse(config, "its layers have heads of different numbers or sizes")
     if len({call.soft_cap for call in calls}) > 1:
         raise refuse(config, "its layers have different soft caps")
+    if len({call.sinks for call in calls}) > 1:
+        raise refuse(config, "some of its layers have sinks, and others have none")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cases.foreign_models import make_foreign
-from tests.cases.models import make_checkpoint
+from tests.cases.models import GEMMA4_SMALL, make_checkpoint
 from toka_async import cli
 from toka_async.checkpoint import implementation
 from toka_async.checkpoint.implementation import Architecture, LibraryAnswer, LibraryQuestion
@@ -41,7 +41,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_models_are_listed_by_whose_code_computes_them(capsys: pytest.CaptureFixture[str]) -> None:
     code, out = run(capsys)
     assert code == 0
-    native, through, not_at_all = out.split("\n\n")
+    _, native, through, not_at_all = out.split("\n\n")
     assert "llama" in native
     assert "starcoder2" in through
     assert "llama" not in through
@@ -78,7 +78,11 @@ def test_what_would_be_refused_is_said_with_the_reason_and_a_way_out(
     assert code == 2
     assert "would be refused: " in out
     assert "'dynamic' is not supported" in out
-    assert "but model.impl=transformers would run it" in out
+    assert out.endswith("\nmodel.impl=transformers would run it\n")
+    folder = make_checkpoint(tmp_path / "other", "gemma4_text", **GEMMA4_SMALL, enable_moe_block=True)
+    out = run(capsys, str(folder))[1]
+    assert "enable_moe_block is True" in out
+    assert "\nmodel.impl=transformers would refuse it as well: " in out
 
 
 @pytest.mark.usefixtures("loaded_library")

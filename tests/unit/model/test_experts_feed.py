@@ -124,7 +124,8 @@ def test_stacked_experts_are_transposed_and_their_outputs_sorted(num_ranks: int,
             (weights.down, weights.down_scales, stored["many.c"].transpose(1, 2)[held][:, :, units]),
         ):
             numbers = values.float() if scales is None else values.float() * scales[..., None]
-            torch.testing.assert_close(numbers, exact, atol=0, rtol=0 if scales is None else 0.07)
+            close = {"atol": 0, "rtol": 0} if scales is None else {"atol": 1e-4, "rtol": 0.07}  # FP8's smallest numbers
+            torch.testing.assert_close(numbers, exact, **close)
         assert weights.gate_up_bias is not None
         assert torch.equal(weights.gate_up_bias, bias[held][:, rows])
         assert (weights.down_bias is None) == (rank % per_group > 0)

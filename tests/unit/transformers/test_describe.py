@@ -63,7 +63,6 @@ def test_ranks_divide_what_the_plan_divides(tmp_path: Path) -> None:
         ("bert", {}, "see others than all before them"),
         ("t5", {}, "encoder-decoder"),
         ("doge", {}, "masks of its own"),
-        ("gpt_oss", {"head_dim": 8, "num_key_value_heads": 2}, "s_aux"),
         ("hrm_text", {"num_key_value_heads": 2}, "attends several times|times attention"),
         ("llama", {"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantized"),
         ("llama", {"num_key_value_heads": 2}, ""),
