@@ -16,7 +16,7 @@ DeviceKind = Literal["cpu", "cuda", "simulated"]
 
 MAX_SEQS = {"cpu": 256, "cuda": 8192, "simulated": 8192}
 MAX_TOKENS = {"cpu": 2048, "cuda": 32768, "simulated": 32768}
-WINDOW_SHARE = 1 / 4  # of the cache's tokens, as many as layers with a window keep at least
+WINDOW_SHARE = 3 / 8  # of the cache's tokens, as many as layers with a window keep at least
 LIKELY_CONTEXT = 1 / 4  # of the longest sequence, as long as one is taken to be
 
 
@@ -87,7 +87,7 @@ def resolve_num_window_pages(cache: CacheConfig, limits: RankLimits, window: int
     """Returns the pages of layers that see `window` tokens, which are given back behind it; 0 without such layers.
 
     They suffice for max_seqs sequences and a step's prompts, or for sequences whose length is a quarter of max_context,
-    or for a quarter of the tokens in the cache. A sequence must be able to run alone.
+    or for three eighths of the tokens in the cache. A sequence must be able to run alone.
     """
     if not window:
         return 0

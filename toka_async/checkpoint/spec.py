@@ -198,7 +198,8 @@ def read_spec(model_dir: Path, quantize: str = "none") -> ModelSpec:
         feeds = [_widen(feed) if each.reads_back else feed for feed, each in zip(feeds, attentions, strict=True)]
     layer_input = _read_layer_input(file, family)
     max_positions = file.integer("max_position_embeddings", family.max_positions)
-    stretched = (each.rope.max_context(max_positions) for each in attentions if each.rope is not None)
+    # A model that stretches the rope of some layers only states the positions that it has with that (Gemma 3).
+    contexts = (each.rope.max_context(max_positions) for each in attentions if each.rope is not None)
     bos = file.token_ids("bos_token_id", family.bos_token_ids)
     spec = ModelSpec(
         family=name,
@@ -211,7 +212,7 @@ def read_spec(model_dir: Path, quantize: str = "none") -> ModelSpec:
             for halves in zip(mixers, feeds, strict=True)
         ),
         layer_inputs=0 if layer_input is None else num_layers * layer_input.size,
-        max_context=max(stretched, default=max_positions),
+        max_context=min(contexts, default=max_positions),
         dtype=_one_of(file, "dtype" if file.has("dtype") else "torch_dtype", name_default_dtype(file), DTYPES),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=file.token_ids("eos_token_id", family.eos_token_ids),

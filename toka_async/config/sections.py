@@ -326,7 +326,7 @@ class CacheConfig(Section, frozen=True, kw_only=True):
         Count | Auto,
         Meta(
             description="of a model whose layers have a sliding window: tokens that these layers keep, over all "
-            "sequences; auto: a quarter of num_tokens, more where sequences are short, and no more than max_seqs need"
+            "sequences; auto: 3/8 of num_tokens, more where sequences are short, and no more than max_seqs need"
         ),
     ] = "auto"
     dtype: Annotated[

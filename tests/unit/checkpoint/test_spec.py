@@ -184,6 +184,9 @@ def test_layers_differ_in_window_and_rope(tmp_path: Path) -> None:
     spec = read(tmp_path, model_type="gemma3_text", num_hidden_layers=7, sliding_window=9)
     assert spec.windows == (9, 9, 9, 9, 9, 0, 9)
     assert [each.rope.theta for each in spec.attentions if each.rope] == [1e4] * 5 + [1e6, 1e4]
+    linear = {"rope_type": "linear", "factor": 8.0}
+    stretched = read(tmp_path, model_type="gemma3_text", num_hidden_layers=7, rope_scaling=linear)
+    assert stretched.max_context == spec.max_context  # which says what it has with that
     spec = read(tmp_path, model_type="smollm3", num_hidden_layers=5)
     assert [each.rope is None for each in spec.attentions] == [False, False, False, True, False]
     named = {"full_attention": {"rope_theta": 5.0}, "sliding_attention": {"rope_theta": 7.0}}
