@@ -84,7 +84,7 @@ def test_prompts_of_several_windows_in_chunks_that_end_anywhere(reference: Refer
 
 
 def test_hits_and_hits_that_are_cut_back(reference: Reference) -> None:
-    engine = Engine(reference.folder, page_size=4, num_tokens=400, max_seqs=4, max_tokens=64)
+    engine = Engine(reference.folder, page_size=4, num_tokens=268, max_seqs=4, max_tokens=64)
     poison(engine)
     run = partial(engine.run, sampling=SCORED, max_tokens=NUM_TOKENS)
     first, other = make_prompts(60, 70)

@@ -26,7 +26,6 @@ COVERED = {
     "e2e/trainers/test_updates.py": ["client/trainer", "transfer/torch_group"],
     "e2e/test_tensor_parallel.py": ["startup/process_groups", "startup/rank_coords"],
     "parity/test_transformers.py": ["startup/build_model", "transformers/attention", "transformers/build"],
-    "unit/checkpoint/test_implementation.py": ["transformers/architectures"],
     "unit/transformers/test_decoder.py": [
         "transformers/layers",
         "transformers/names",

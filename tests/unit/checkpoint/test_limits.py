@@ -98,7 +98,7 @@ def test_what_does_not_fit(cache: CacheConfig, most_bytes: int, message: str) ->
 def test_window_pages_are_a_part_of_all() -> None:
     limits, cache = RankLimits(max_seqs=500, max_tokens=4096, max_context=131_072), CacheConfig()
     assert resolve_num_window_pages(cache, limits, 0, 9000) == 0
-    assert resolve_num_window_pages(cache, limits, 128, 9000) == 9000 // 4
+    assert resolve_num_window_pages(cache, limits, 128, 9000) == 9000 * 3 // 8
     assert resolve_num_window_pages(cache, limits, 128, 90_000) == 500 * 12 + 256, "as many as all sequences need"
     assert resolve_num_window_pages(cache, limits, 128, 20) == 12, "a sequence can run alone"
     assert resolve_num_window_pages(cache, limits, 128, 7) == 7
@@ -115,6 +115,6 @@ def test_pages_and_their_window_pages_fill_the_memory() -> None:
         count = sizes.count_fitting(cache, limits, num_bytes)
         assert sizes.count(cache, limits, count) <= num_bytes < sizes.count(cache, limits, count + 1)
     assert sizes.count_fitting(cache, limits, -5) == 0
-    assert resolve_num_pages(cache, limits, sizes, 10**7, 0) == 5000
-    with pytest.raises(ModelError, match="use at most 80000"):
-        resolve_num_pages(CacheConfig(num_tokens=16 * 5001), limits, sizes, 0, 10**7 + 999)
+    assert resolve_num_pages(cache, limits, sizes, 10**7, 0) == 4000
+    with pytest.raises(ModelError, match="use at most 64000"):
+        resolve_num_pages(CacheConfig(num_tokens=16 * 4001), limits, sizes, 0, 10**7 + 999)
