@@ -31,8 +31,9 @@ def step_states(
 ) -> None:
     """Advances the states of rows by one token; writes the gated outputs [n, values].
 
-    convolved: [n, channels], see `convolution.convolve`. z: [n, values]. gates: [n, 2 * value heads]. states: float32
-    [slots, value heads, key_dim, value_dim]. slots: int64 [n], distinct but for `padding`, which has no state.
+    convolved: [n, channels], see `convolution.convolve`. z: [n, values]. gates: [n, 2 * value heads]. states:
+    [slots, value heads, key_dim, value_dim], computed in float32. slots: int64 [n], distinct but for `padding`, which
+    has no state.
     """
     assert output.is_contiguous()
     assert states[0].is_contiguous()
@@ -107,7 +108,7 @@ def _step(
     beta, decay = load_rates(gates + row * gate_stride, log_decay, time_bias, head, value_heads)
     place = states + slot * state_stride + head * key_dim * value_dim + i[:, None] * value_dim + j[None, :]
     has_state = (in_key[:, None] & in_value[None, :]) & (slot != padding)
-    state = tl.load(place, mask=has_state, other=0.0) * tl.exp(decay)
+    state = tl.load(place, mask=has_state, other=0.0).to(tl.float32) * tl.exp(decay)
     learned = beta * (value - tl.sum(state * key[:, None], 0))
     state += key[:, None] * learned[None, :]
     tl.store(place, state, mask=has_state)
