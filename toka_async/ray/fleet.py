@@ -19,7 +19,7 @@ from toka_async.config import Config, ConfigError, load_config
 from toka_async.llm.engine_options import translate_keywords
 from toka_async.ray.keys import FleetKeys
 from toka_async.ray.manager import FleetManager
-from toka_async.ray.status import ReplicaPlan, ReplicaStatus
+from toka_async.ray.status import ReplicaPlan, ReplicaStatus, describe_all
 
 NAMESPACE = "toka-async"  # of the names of detached fleets
 OWN = ("server.port", "server.tls_", "zmq.bind", "zmq.key", "zmq.clients", "zmq.insecure")
@@ -56,6 +56,7 @@ class Fleet:
 
     key: Path
     server_key: Path
+    _is_closed = False
 
     def __init__(
         self,
@@ -123,13 +124,13 @@ class Fleet:
         Raises:
             FleetError: there is no hope for so many replicas, or the time is over; says what is missing.
         """
-        wanted = len(self.list_statuses()) if count is None else count
+        wanted = sum(each.state != "draining" for each in self.list_statuses()) if count is None else count
         try:
-            hopeless = self._ask("wait", wanted, timeout=timeout)
+            missing = self._ask("wait", wanted, timeout=timeout)
         except GetTimeoutError:
-            hopeless = [each for each in self.list_statuses() if each.state != "serving"]
-        if hopeless:
-            raise FleetError("; ".join(each.describe() for each in hopeless))
+            missing = describe_all(each for each in self.list_statuses() if each.state != "serving")
+        if missing:
+            raise FleetError(missing)
 
     def addresses(self) -> list[str]:
         """List the addresses of direct submission of the replicas that serve now."""
@@ -169,14 +170,22 @@ class Fleet:
             raise FleetError(f"no replica serves at {address}")
 
     def close(self) -> None:
-        """End all replicas at once, a detached fleet's too. For running requests to finish, `scale(0)` before."""
+        """End all replicas at once, a detached fleet's too. For running requests to finish, `scale(0)` before.
+
+        All calls fail with FleetError from now on, also those of other programs, and the name is free.
+        """
         with suppress(FleetError):
             self._ask("close")
-        ray.kill(self._manager)
+            end = self._manager.wait_end.options(max_task_retries=0).remote()
+            ray.kill(self._manager)  # returns before it has happened
+            ray.wait([end])
+        self._is_closed = True
         self._folder.cleanup()
 
     def _ask(self, method: str, *args: object, timeout: float | None = None) -> Any:
-        """Call a method of the manager. Raises GetTimeoutError, or FleetError if the manager is lost."""
+        """Call a method of the manager. Raises GetTimeoutError, or FleetError if the fleet is closed or lost."""
+        if self._is_closed:
+            raise FleetError("this fleet was closed")
         try:
             return ray.get(getattr(self._manager, method).remote(*args), timeout=timeout)
         except RayActorError as error:

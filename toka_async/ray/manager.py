@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from toka_async.ray.placement import explain_waiting
 from toka_async.ray.replica import ReplicaActor
-from toka_async.ray.status import ReplicaPlace, ReplicaPlan, ReplicaStatus, State
+from toka_async.ray.status import ReplicaPlace, ReplicaPlan, ReplicaStatus, State, describe_all
 from toka_async.restarts import Restarts
 
 LOOK_INTERVAL = 0.25  # seconds between two looks at a placement group, for which Ray has no event without a process
@@ -126,6 +126,11 @@ class FleetManager:
                 member.task.cancel()
             self._remove(member)
 
+    async def wait_end(self) -> NoReturn:
+        """Wait for ever: the actor's end ends the call."""
+        await asyncio.Event().wait()
+        raise AssertionError
+
     def _find_groups(self) -> dict[int, PlacementGroup]:
         """Find the fleet's placement groups that an earlier life of this actor has left, by the replica's index."""
         names = (table["name"] for table in placement_group_table().values() if table["state"] != "REMOVED")
@@ -135,15 +140,17 @@ class FleetManager:
     async def list_statuses(self) -> list[ReplicaStatus]:
         return [self._describe(self._members[index]) for index in sorted(self._members)]
 
-    async def wait(self, count: int) -> list[ReplicaStatus]:
-        """Wait until `count` replicas serve, or too many of the others are hopeless; returns the latter."""
+    async def wait(self, count: int) -> str:
+        """Wait until `count` replicas serve, or there is no hope for so many; returns what is missing then."""
         while True:
             statuses = await self.list_statuses()
             hopeless = [each for each in statuses if is_hopeless(each)]
             if sum(each.state == "serving" for each in statuses) >= count:
-                return []
+                return ""
+            if len(statuses) < count:
+                return f"{count} replicas cannot serve: there are {len(statuses)}"
             if len(statuses) - len(hopeless) < count:
-                return hopeless
+                return describe_all(hopeless)
             await asyncio.sleep(LOOK_INTERVAL)
 
     def _describe(self, member: Member) -> ReplicaStatus:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,3 +66,7 @@ class ReplicaStatus:
 
     def describe(self) -> str:
         return f"replica {self.index} is {self.state}: {self.problem or 'no problem is known'}"
+
+
+def describe_all(statuses: Iterable[ReplicaStatus]) -> str:
+    return "; ".join(status.describe() for status in statuses)

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -55,8 +56,13 @@ def cluster() -> Iterator[Cluster]:
         "include_dashboard": False,
         "include_log_monitor": False,  # nobody reads what it sends
         "object_store_memory": 100_000_000,
-        "_system_config": {"memory_monitor_refresh_ms": 0},  # it would kill workers for what else runs here
+        "_system_config": {
+            "memory_monitor_refresh_ms": 0,  # it would kill workers for what else runs here
+            "health_check_period_ms": 500,  # a raylet that has ended is noticed soon; a slow one is waited for
+            "idle_worker_killing_time_threshold_ms": 10_000,  # a new one costs a second of CPU time
+        },
     }
+    os.environ["RAY_DATA_PARQUET_FOOTER_NUM_ACTORS"] = "1"  # instead of 32 processes whenever files are listed
     made = Cluster(initialize_head=True, head_node_args=head)
     ray.init(made.address, log_to_driver=False, configure_logging=False)  # on the head, which nobody kills
     made.add_node(**NODE, num_gpus=len(VICTIMS))  # on one node: nodes of one machine number the same GPUs alike
@@ -124,17 +130,18 @@ def find_raylet(node: Any) -> int:
     return int(node.all_processes["raylet"][0].process.pid)
 
 
-def find_workers(cluster: Cluster) -> dict[int, int]:
+def find_workers(cluster: Cluster, parents: dict[int, int]) -> dict[int, int]:
     """The processes that the cluster's raylets have started, and by which."""
     raylets = {find_raylet(node) for node in cluster.list_all_nodes()}
-    return {pid: parent for pid, parent in list_parents().items() if parent in raylets}
+    return {pid: parent for pid, parent in parents.items() if parent in raylets}
 
 
 def find_engines(cluster: Cluster) -> dict[int, int]:
     """The parents of the engines whose processes have all started, and the raylets that they belong to."""
-    workers = find_workers(cluster)
-    children = {pid: workers[parent] for pid, parent in list_parents().items() if parent in workers}
-    return {pid: raylet for pid, raylet in children.items() if len(list_children(pid)) == CHILDREN}
+    parents = list_parents()  # of one moment, and only once: the machine has other work
+    workers, num_children = find_workers(cluster, parents), Counter(parents.values())
+    children = {pid: workers[parent] for pid, parent in parents.items() if parent in workers}
+    return {pid: raylet for pid, raylet in children.items() if num_children[pid] == CHILDREN}
 
 
 def find_lives(fleet: Fleet) -> list[dict[str, int]]:
@@ -230,7 +237,7 @@ def test_a_detached_fleet_is_found_by_its_name_and_outlives_its_manager(cluster:
         found.scale(2)
         found.wait()
     before = [pid for life in find_lives(fleet) for pid in life.values()]
-    workers = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in find_workers(cluster)}
+    workers = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in find_workers(cluster, list_parents())}
     (manager,) = (pid for pid, command in workers.items() if command.startswith(b"ray::FleetManager"))
     os.kill(manager, signal.SIGKILL)
     wait_until_gone([manager, *before])
@@ -242,20 +249,27 @@ def test_a_detached_fleet_is_found_by_its_name_and_outlives_its_manager(cluster:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_closed_fleet_has_ended() -> None:
-    with Fleet(0, "demo", device="simulated") as fleet:
-        assert fleet.addresses() == []
-    with pytest.raises(FleetError, match="the fleet has ended"):
+def test_a_closed_fleet_has_ended_for_everybody() -> None:
+    fleet = Fleet(0, "demo", name="closed", device="simulated")
+    other = Fleet.find("closed")
+    assert fleet.addresses() == other.addresses() == []
+    fleet.close()
+    with pytest.raises(FleetError, match="this fleet was closed"):
         fleet.addresses()
+    with pytest.raises(FleetError, match="the fleet has ended"):
+        other.addresses()
+    with pytest.raises(ValueError, match="closed"):
+        Fleet.find("closed")
+    fleet.close()
 
 
 @pytest.mark.usefixtures("cluster")
 def test_what_is_missing_is_said() -> None:
-    with (
-        Fleet(1, "/no/such/model", device="simulated", resources={"lab": 2}) as fleet,
-        pytest.raises(FleetError, match=r"replica 0 is placing: it needs 1 CPU, 2 lab .* a node has is 0 lab"),
-    ):
-        fleet.wait(timeout=0.5)
+    with Fleet(1, "/no/such/model", device="simulated", resources={"lab": 2}) as fleet:
+        with pytest.raises(FleetError, match=r"replica 0 is placing: it needs 1 CPU, 2 lab .* a node has is 0 lab"):
+            fleet.wait(timeout=0.5)
+        with pytest.raises(FleetError, match="2 replicas cannot serve: there are 1"):
+            fleet.wait(2)
 
 
 @pytest.mark.usefixtures("cluster")
@@ -318,9 +332,11 @@ def test_a_job_that_loses_its_driver_an_engine_and_a_node_writes_each_row_once(
         wait_until(lambda: count_computed(tmp_path) > before + BLOCK_ROWS, tell, JOB_SECONDS)
 
     job = start_job(tmp_path, cluster.address)
-    wait_until(lambda: list_files(tmp_path), tell, JOB_SECONDS)
-    job.kill()
-    job.wait()
+    try:
+        wait_until(lambda: list_files(tmp_path), tell, JOB_SECONDS)
+    finally:
+        job.kill()
+        job.wait()
     wait_until(lambda: not find_engines(cluster))
     written, again = list_files(tmp_path), ThreadPoolExecutor(1).submit(run_job, tmp_path)
     compute_more()

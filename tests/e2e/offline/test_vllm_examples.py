@@ -179,7 +179,7 @@ async def stream_response(engine: AsyncLLM, prompt: str, request_id: str) -> Non
             if new_text:
                 pieces.append(new_text)
         if output.finished:
-            print(f"{request_id} finished", len(pieces) > 1)
+            print(f"{request_id} finished", len("".join(pieces)) > 1)
             break
 
 
