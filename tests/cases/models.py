@@ -73,6 +73,7 @@ _ARCHITECTURES = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
+    "helium": "HeliumForCausalLM",
 }
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # some of their layers are recurrent
 _HYBRID: dict[str, Any] = {
@@ -399,7 +400,7 @@ def _attention_shapes(config: dict[str, Any], hidden: int) -> dict[str, tuple[in
         inputs = [("qkv", (wide + 2 * narrow, hidden))]
     for name, shape in (*inputs, ("o", (hidden, wide))):
         shapes[f"self_attn.{name}_proj.weight"] = shape
-        has_bias = config.get("attention_bias") and (name != "o" or family not in ("glm", "glm4", "seed_oss"))
+        has_bias = config.get("attention_bias") and (name != "o" or family not in ("glm", "glm4", "seed_oss", "helium"))
         if has_bias or (family in ("qwen2", "qwen2_moe") and name != "o"):
             shapes[f"self_attn.{name}_proj.bias"] = shape[:1]
     if family == "gpt_oss":

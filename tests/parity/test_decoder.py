@@ -79,6 +79,7 @@ CASES: dict[str, dict[str, Any]] = {
     "seed_oss": {"mlp_bias": True},
     "ernie4_5": {},
     "ernie4_5-untied-yarn": {"tie_word_embeddings": False, "rope_scaling": YARN},
+    "helium": {"attention_bias": True, "mlp_bias": True},
     "ministral": {},
     "gemma": {},
     "gemma2": {},

@@ -39,6 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4": {},
     "seed_oss": {},
     "ernie4_5": {},
+    "helium": {},
     "ministral": {},
     "gemma": {},
     "gemma2": {},

@@ -28,6 +28,7 @@ REQUIRED = {
 NEEDED: dict[str, dict[str, Any]] = {
     "gemma4_text": {"hidden_size_per_layer_input": 0},
     "ministral": {"head_dim": 8},
+    "helium": {"num_attention_heads": 20, "hidden_size": 2560},
 }
 OLDER = ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral", "qwen2_moe", "olmoe"]
 

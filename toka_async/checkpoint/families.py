@@ -396,6 +396,17 @@ FAMILIES: dict[str, Family] = {
         bos_token_ids=(1,),
         eos_token_ids=(2,),
     ),
+    "helium": Family(
+        max_positions=4096,
+        num_kv_heads=20,
+        head_dim=128,
+        qkv_bias=None,
+        mlp_bias=None,
+        norm_eps=1e-8,
+        rope=RopeDefaults(theta=100000.0, interleaved=True),
+        bos_token_ids=(1,),
+        eos_token_ids=(2,),
+    ),
     "exaone4": Family(
         max_positions=2048,
         head_norm=HeadNormSpec(),
