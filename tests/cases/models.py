@@ -55,6 +55,7 @@ _ARCHITECTURES = {
     "ministral": "MinistralForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
+    "vaultgemma": "VaultGemmaForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
     "mistral3": "Mistral3ForConditionalGeneration",
@@ -154,6 +155,7 @@ GEMMA4_SMALL: dict[str, Any] = {
     "use_double_wide_mlp": True,
     "attention_k_eq_v": False,
 }
+_OWN_FIELDS["vaultgemma"] = _OWN_FIELDS["gemma2"]
 _OWN_FIELDS["gemma3"] = _OWN_FIELDS["gemma3_text"]
 _OWN_FIELDS |= dict.fromkeys((*HYBRIDS, "qwen3_5"), _HYBRID)
 # Families whose checkpoints have a text part: what it is, and fields of the whole.
@@ -175,8 +177,9 @@ _NORMS = {
         *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
     ),
 }
+_NORMS["vaultgemma"] = ("input_layernorm", "pre_feedforward_layernorm")
 _NORMS["gemma3_text"] = _NORMS["gemma4_text"] = _NORMS["gemma2"]
-_ADDS_ONE = ("gemma", "gemma2", "gemma3_text", *HYBRIDS)  # their norms' weights are about 0
+_ADDS_ONE = ("gemma", "gemma2", "vaultgemma", "gemma3_text", *HYBRIDS)  # their norms' weights are about 0
 
 _EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True},

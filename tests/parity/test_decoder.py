@@ -83,6 +83,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ministral": {},
     "gemma": {},
     "gemma2": {},
+    "vaultgemma": {},
     "gemma3_text": {},
     "gemma3_text-linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_local_base_freq": 5000.0},
     "gemma4_text": {},

@@ -43,6 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ministral": {},
     "gemma": {},
     "gemma2": {},
+    "vaultgemma": {},
     "gemma3_text": {},
     "gemma4_text": {"num_global_key_value_heads": 2},
     "gemma4_text-small": GEMMA4_SMALL,

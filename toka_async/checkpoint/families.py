@@ -23,6 +23,7 @@ AFTER = NormNames("", "post_attention_layernorm", "", "post_feedforward_layernor
 GEMMA = NormNames(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
+VAULT_GEMMA = NormNames(before_feed="pre_feedforward_layernorm")
 GLM4 = NormNames("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 
 
@@ -446,6 +447,23 @@ FAMILIES: dict[str, Family] = {
         output_bias=None,
         activation="gelu_pytorch_tanh",
         norms=GEMMA,
+        norm_adds_one=True,
+        windows="by_type",
+        period=2,
+        scales="gemma",
+        soft_caps=(50.0, 30.0),
+        tied=True,
+        bos_token_ids=(2,),
+        eos_token_ids=(1,),
+    ),
+    "vaultgemma": Family(
+        max_positions=8192,
+        num_kv_heads=4,
+        head_dim=256,
+        qkv_bias=None,
+        output_bias=None,
+        activation="gelu_pytorch_tanh",
+        norms=VAULT_GEMMA,
         norm_adds_one=True,
         windows="by_type",
         period=2,
