@@ -22,6 +22,8 @@ CHAT_TEMPLATE = (
 SPECIALS = ("<|end|>", "<|start|>")
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_ROPE |= {"original_max_position_embeddings": 32}
+GROWING_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
+GROWING_YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
 END_ID = 256  # <|end|>; ids below are the bytes
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 
@@ -53,6 +55,7 @@ _ARCHITECTURES = {
     "seed_oss": "SeedOssForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "ministral": "MinistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "vaultgemma": "VaultGemmaForCausalLM",
@@ -114,6 +117,7 @@ _OWN_FIELDS: dict[str, dict[str, Any]] = {
     "seed_oss": {"attention_bias": True},
     "ernie4_5": {"tie_word_embeddings": True},
     "ministral": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
+    "ministral3": {"rope_theta": ..., "rope_parameters": GROWING_YARN},
     "gemma": {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
     "gemma2": {
         "hidden_activation": "gelu_pytorch_tanh",

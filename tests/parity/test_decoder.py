@@ -81,6 +81,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ernie4_5-untied-yarn": {"tie_word_embeddings": False, "rope_scaling": YARN},
     "helium": {"attention_bias": True, "mlp_bias": True},
     "ministral": {},
+    "ministral3": {},
     "gemma": {},
     "gemma2": {},
     "vaultgemma": {},

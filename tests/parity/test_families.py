@@ -41,6 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5": {},
     "helium": {},
     "ministral": {},
+    "ministral3": {},
     "gemma": {},
     "gemma2": {},
     "vaultgemma": {},

@@ -426,6 +426,28 @@ FAMILIES: dict[str, Family] = {
         bos_token_ids=(1,),
         eos_token_ids=(2,),
     ),
+    "ministral3": Family(
+        max_positions=262144,
+        num_kv_heads=8,
+        head_dim=128,
+        norm_eps=1e-5,
+        rope=RopeDefaults(
+            scaling={
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+            grows=True,
+        ),
+        windows="all",
+        window=0,
+        bos_token_ids=(1,),
+        eos_token_ids=(2,),
+    ),
     "gemma": Family(
         max_positions=8192,
         num_kv_heads=16,

@@ -57,7 +57,7 @@ class DeltaNet(nn.Module):
         """Returns what each token reads from its row's state, [t, values]. See `Mixer`."""
         assert isinstance(backend, StateBackend)
         normed, residual = norm(hidden, residual)
-        num_tokens = len(rotation[0])
+        num_tokens = len(rotation.cos)
         projected, *others = (
             layout.trim(layout.column(matrix.take(normed), matrix), num_tokens) for matrix in self.list_projections()
         )
