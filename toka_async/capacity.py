@@ -19,7 +19,7 @@ from toka_async.checkpoint.cost import count_stage_bytes
 from toka_async.checkpoint.division import check_division, group_experts, make_rank_spec, make_stage_spec, stage_parts
 from toka_async.checkpoint.hub import resolve_model
 from toka_async.checkpoint.implementation import read_model
-from toka_async.checkpoint.limits import RankLimits, resolve_limits
+from toka_async.checkpoint.limits import RankLimits, resolve_limits, resolve_num_window_pages
 from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.config import Config, ParallelConfig
 from toka_async.runner.micro_batches import count_most_rows, count_most_tokens
@@ -80,6 +80,13 @@ class CapacityPlan:
     def num_tokens(self) -> int:
         """Tokens in one replica's cache: those of its fullest GPU."""
         return min(rank.num_tokens for rank in self.ranks)
+
+    @property
+    def num_window_tokens(self) -> int:
+        """Of these, the tokens that layers with a window keep; 0 without such layers."""
+        cache = self.config.cache
+        num_pages = self.num_tokens // cache.page_size
+        return resolve_num_window_pages(cache, self.limits, self.spec.window, num_pages) * cache.page_size
 
 
 def device_memory() -> int | None:
@@ -149,6 +156,8 @@ def make_plan(config: Config, memory: int) -> CapacityPlan:
     spec = group_experts(spec, config.parallel.ep)
     check_division(spec, config.parallel.pp, config.parallel.tp)
     dtype: torch.dtype = getattr(torch, spec.dtype if config.model.dtype == "auto" else config.model.dtype)
+    asked = resolve_limits(config.model, config.schedule, spec, "cuda")
+    spec = spec.fit_context(asked.max_context)
     stages = make_stages(spec, config.parallel, dtype, resolve_stored_dtype(config.cache, dtype))
     usable = int(config.cache.memory_fraction * memory) - compute_spare_bytes(memory)
     for index, stage in enumerate(stages):
@@ -157,7 +166,6 @@ def make_plan(config: Config, memory: int) -> CapacityPlan:
                 f"stage {index} has {_format_gib(stage.weights)} of weights a GPU where {_format_gib(max(usable, 0))} "
                 f"of {_format_gib(memory)} can be used; {advise(spec, config.parallel.tp, dtype, usable)}"
             )
-    asked = resolve_limits(config.model, config.schedule, spec, "cuda")
     rows, tokens = zip(*(stage.count_each(asked, config) for stage in stages), strict=True)
     row = max(rows) + max(stage.part.count_state_bytes(dtype.itemsize) for stage in stages)
     limits = fit_limits(asked, config.schedule, partial(_check_step, config, stages, usable), row, max(tokens))
@@ -199,7 +207,9 @@ def _make_rank_plan(
     step = stage.count_largest_step(limits, config)
     states = stage.count_states(limits, config)
     left = usable - stage.weights - states - step - stage.count_graphs(limits, config, memory)
-    num_pages = max(0, left) // count_page_bytes(stage.part, config.cache, stage.dtype)
+    window = max(each.part.window for each in stages)
+    page_bytes = count_page_bytes(stage.part, config.cache, stage.dtype, window)
+    num_pages = page_bytes.count_fitting(config.cache, limits, left)
     return RankPlan(
         node=layout.find_node(rank),
         gpu=layout.choose_gpu(replica, rank),
@@ -270,15 +280,20 @@ def plan_lines(plan: CapacityPlan) -> Iterator[str]:
     if wanted != "auto":
         yield f"cache.num_tokens={wanted}: {'fits' if wanted <= plan.num_tokens else 'does not fit'}"
     yield f"{plan.num_tokens:,} tokens a replica, {plan.num_tokens * parallel.dp:,} in all"
+    if plan.spec.window:
+        yield f"{plan.num_window_tokens:,} of them in layers that see {plan.spec.window:,} tokens"
     yield "sequences that the cache of a replica holds at once: " + ", ".join(_count_held(plan))
 
 
 def _count_held(plan: CapacityPlan) -> Iterator[str]:
     """Count the sequences of some lengths that run at once. Samples share their prompt, so more of them fit."""
-    context = plan.limits.max_context
+    context, window, size = plan.limits.max_context, plan.spec.window, plan.config.cache.page_size
     for length in [*(each for each in LENGTHS if each < context), context]:
         name = " (model.max_context)" if length == context else ""
-        yield f"{min(plan.limits.max_seqs, plan.num_tokens // length):,} of {length:,} tokens{name}"
+        count = min(plan.limits.max_seqs, plan.num_tokens // length)
+        if window:
+            count = min(count, plan.num_window_tokens // min(length, window + 2 * size))
+        yield f"{count:,} of {length:,} tokens{name}"
 
 
 def _align(rows: Sequence[Sequence[str]]) -> Iterator[str]:

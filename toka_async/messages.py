@@ -182,6 +182,9 @@ class Ready(Tagged, frozen=True, kw_only=True):
     vocab_size: int  # ids below it are valid
     max_tokens: int = 2048  # of one step
     num_snapshots: int = 0  # of recurrent states, kept apart from those of rows; 0: the model has no such states
+    # Pages of layers that see a window only, and the tokens that these see; 0: all layers see all tokens.
+    num_window_pages: int = 0
+    window: int = 0
     token_seconds: float = 0.0  # of a prompt's token in a large step, as the ranks measured it; 0: they did not
     # The smallest shared prefix that is worth a group of its own, as the rank measured it; 0: none is.
     group_min_seqs: int = 0
@@ -312,6 +315,9 @@ class Stats(Tagged, frozen=True, kw_only=True):
     snapshots_used: int = 0  # that prompts hold whose samples have not all started
     snapshots_cached: int = 0  # at pages of the prefix tree
     num_pages: int = 0
+    num_window_pages: int = 0  # of layers with a window, as in Ready
+    window_pages_used: int = 0  # that a running sequence or a prompt sees
+    window_pages_cached: int = 0  # beside pages of the prefix tree, and not used
     prefix_queries: int = 0  # prompt tokens of all samples: a prompt counts for each sample of it
     prefix_hits: int = 0  # those not computed: found in the cache, or shared by samples of one request
     num_preemptions: int = 0
@@ -399,6 +405,8 @@ class Step(Tagged, frozen=True, kw_only=True):
     # Pages appended to rows' page tables, in order.
     page_slots: memoryview = EMPTY  # int32 [g]
     page_ids: memoryview = EMPTY  # int32 [g]
+    # Pages that got a window page, where layers with a window keep them from this pass on. Known before all rows are.
+    window_pages: memoryview = EMPTY  # int32 [w, 2]: page, window page
     # Slots that start decoding with this step; they append to the row order (`arrays.next_rows`).
     joined: memoryview = EMPTY  # int32 [j]
     # A whole new row order when it changed otherwise (grouping); empty: unchanged.

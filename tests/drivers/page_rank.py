@@ -41,7 +41,7 @@ def prompt_score(tokens: Int32, index: int) -> float:
 
 @dataclass(slots=True)
 class Row:
-    """A slot in use. opened: the weights when its prompt came."""
+    """A slot in use. opened: the weights when its prompt came. windows: the window pages of its pages, as known."""
 
     prompt: Prompt
     seed: int
@@ -49,6 +49,7 @@ class Row:
     last_token: int
     opened: int
     pages: list[int] = field(default_factory=list)
+    windows: list[int] = field(default_factory=list)
     state: list[tuple[int, int]] = field(default_factory=list)  # tokens and the weights that computed them
 
 
@@ -68,6 +69,8 @@ class PageRank:
         self._weights_of = np.zeros_like(self.pages)  # with which each place was computed
         self._opened: dict[int, int] = {}  # weights when a prompt came, by key
         self.snapshots: dict[int, list[tuple[int, int]]] = {}
+        self.window_pages = np.full((ready.num_window_pages, ready.page_size), -1, np.int32)
+        self._beside = np.full(ready.num_pages, -1, np.int32)
         self.num_computed = 0
         self.num_grouped = 0  # rows of all steps that were in a group
 
@@ -89,6 +92,10 @@ class PageRank:
             self._write(slot, tokens, length)
             context = self._read(row)
             assert (context >= 0).all(), "a row sees a page that was never written"
+            if self.ready.window:
+                first = max(0, starts[slot] - self.ready.window + 1)
+                seen = self._read_windows(row, first // self.ready.page_size)
+                assert (context[first:] == seen[first % self.ready.page_size :]).all(), "a row sees another's window"
             if self.ready.num_snapshots:
                 self._save(step, slot, starts[slot])
                 assert [token for token, _ in row.state] == context.tolist(), "a row has another's state"
@@ -117,6 +124,12 @@ class PageRank:
     def _apply(self, step: Step) -> None:
         for key in as_i32(step.dropped_prompts).tolist():
             del self.prompts[key]
+        sources, targets = as_i32(step.copy_sources), as_i32(step.copy_targets)
+        copied = self.window_pages[self._beside[sources]] if self.ready.window else None
+        changed = as_i32(step.window_pages).reshape(-1, 2)
+        assert np.unique(changed[:, 0]).size == len(changed)
+        self._beside[changed[:, 0]] = changed[:, 1]
+        self.window_pages[changed[:, 1]] = -1  # what was there is of no use
         freed = as_i32(step.freed)
         for slot in freed.tolist():
             del self.rows[slot]
@@ -131,18 +144,22 @@ class PageRank:
             prompt = self.prompts[int(key)]
             token = int(as_i32(prompt.token_ids)[start])
             pages, opened = as_i32(prompt.pages).tolist(), self._opened[int(key)]
-            self.rows[int(slot)] = Row(prompt, int(seed), int(start), token, opened, pages)
+            windows = self._beside[pages].tolist()
+            self.rows[int(slot)] = Row(prompt, int(seed), int(start), token, opened, pages, windows)
         if self.ready.num_snapshots:
             self._begin_states(step)
         else:
             assert not step.admit_snapshots
             assert not step.save_slots
-        sources, targets = as_i32(step.copy_sources), as_i32(step.copy_targets)
         assert np.unique(targets).size == targets.size
         self.pages[targets] = self.pages[sources]
+        if copied is not None:
+            self.window_pages[self._beside[targets]] = copied
         self._weights_of[targets] = self._weights_of[sources]
         for slot, page in zip(as_i32(step.page_slots).tolist(), as_i32(step.page_ids).tolist(), strict=True):
             self.rows[slot].pages.append(page)
+            self.rows[slot].windows.append(int(self._beside[page]))
+        self._renew_windows(step)
         self.order = next_rows(self.order, freed, as_i32(step.joined))
         assert np.unique(self.order).size == self.order.size
         if step.order:
@@ -183,6 +200,8 @@ class PageRank:
             rows = [self.rows[slot] for slot in self.order[start:end].tolist()]
             assert len({tuple(row.pages[:num_pages]) for row in rows}) == 1
             assert all(num_pages * self.ready.page_size <= row.position for row in rows)
+            short = [row for row in rows if row.position < self.ready.window]
+            assert all(row.windows[:num_pages] == rows[0].windows[:num_pages] for row in short)
             self.num_grouped += count
 
     def _write(self, slot: int, tokens: Int32, length: int) -> None:
@@ -191,12 +210,30 @@ class PageRank:
             page = row.pages[row.position // self.ready.page_size]
             place = row.position % self.ready.page_size
             self.pages[page, place], self._weights_of[page, place] = token, self.weights
+            if self.ready.window:
+                self.window_pages[row.windows[row.position // self.ready.page_size], place] = token
             row.state.append((token, self.weights))
             row.position += 1
         assert length == tokens.size
 
     def _read(self, row: Row) -> Int32:
         return self.pages[row.pages].reshape(-1)[: row.position]
+
+    def _renew_windows(self, step: Step) -> None:
+        """Pages that chunks compute may have other window pages than when rows were admitted, of all rows with them."""
+        size = self.ready.page_size
+        for slot, length in zip(as_i32(step.chunk_slots).tolist(), as_i32(step.chunk_lengths).tolist(), strict=True):
+            start = self.rows[slot].position
+            for place in range(start // size, -(-(start + length) // size)):
+                for row in self.rows.values():
+                    if place < len(row.pages):
+                        row.windows[place] = int(self._beside[row.pages[place]])
+
+    def _read_windows(self, row: Row, first: int) -> Int32:
+        size = self.ready.page_size
+        windows = row.windows[first : -(-row.position // size)]
+        assert min(windows) >= 0
+        return self.window_pages[windows].reshape(-1)[: row.position - first * size]
 
     def _score(self, slot: int, start: int, length: int) -> ChunkLogprobs:
         prompt = self.rows[slot].prompt

@@ -44,7 +44,12 @@ class FakeCache:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.tokens = np.full((num_pages, page_size), -1, dtype=np.int64)
 
-    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
+    def copy_pages(
+        self,
+        sources: Tensor,
+        targets: Tensor,
+        windows: tuple[Tensor, Tensor] | None = None,  # noqa: ARG002
+    ) -> None:
         self.tokens[targets.numpy()] = self.tokens[sources.numpy()]
 
 

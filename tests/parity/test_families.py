@@ -79,7 +79,10 @@ def test_an_engine_answers_as_transformers_does(tmp_path: Path, family: str) -> 
         received = engine.run(prompts, sampling=sampling, max_tokens=NUM_TOKENS, n=3)
         verify(model, prompts, received)
     assert engine.driver.stats.num_preemptions > 0
-    assert any(each.prefilled is not None and each.prefilled.cached_tokens for each in received)
+    again = [engine.run(PROMPTS[1:2], sampling=sampling, max_tokens=NUM_TOKENS)[0] for _ in range(2)]
+    verify(model, PROMPTS[1:2] * 2, again)
+    assert again[1].prefilled is not None
+    assert again[1].prefilled.cached_tokens == 24
 
 
 @pytest.mark.parametrize("family", FAMILIES)

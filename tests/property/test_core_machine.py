@@ -32,6 +32,7 @@ from toka_async.control import (
     Wake,
 )
 from toka_async.messages import Ready, Reason, Step, StepDone, TokenSampling
+from toka_async.scheduler.cache.window_pool import count_least_pages
 from toka_async.scheduler.step_budget import StepLimits
 
 VOCAB = 23
@@ -61,7 +62,10 @@ class CoreMachine(RuleBasedStateMachine):
         until_full=st.booleans(),
         group_min_seqs=st.sampled_from([0, 2, 2, 3]),
         group_min_tokens=st.integers(1, 7),
-        num_snapshots=st.sampled_from([0, 1, 2, 5]),
+        beside=st.sampled_from(["snapshots", "windows", "nothing"]),
+        num_snapshots=st.sampled_from([1, 2, 5]),
+        window=st.sampled_from([1, 2, 3, 6, 11]),
+        extra_window_pages=st.integers(0, 12),
         step_limits=st.sampled_from([StepLimits(), StepLimits(9 * TOKEN, 4 * TOKEN, least_tokens=1)]),
     )
     def start(
@@ -71,17 +75,24 @@ class CoreMachine(RuleBasedStateMachine):
         max_seqs: int,
         extra_tokens: int,
         until_full: bool,
+        beside: str,
         num_snapshots: int,
+        window: int,
+        extra_window_pages: int,
         **options: Unpack[CoreOptions],
     ) -> None:
+        num_pages, has_windows = num_tokens // page_size, beside == "windows"
+        num_window_pages = min(num_pages, count_least_pages(window, page_size) + extra_window_pages)
         ready = Ready(
-            num_pages=num_tokens // page_size,
+            num_pages=num_pages,
             page_size=page_size,
             max_seqs=max_seqs,
             max_context=64,
             vocab_size=VOCAB,
             token_seconds=TOKEN,
-            num_snapshots=num_snapshots,
+            num_snapshots=num_snapshots if beside == "snapshots" else 0,
+            num_window_pages=num_window_pages if has_windows else 0,
+            window=window if has_windows else 0,
         )
         self.ready = ready
         rank = TimedPageRank(ready)

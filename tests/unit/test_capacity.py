@@ -48,6 +48,31 @@ def test_weights_are_those_of_the_model(tmp_path: Path, family: str, fields: dic
     assert count_stage_bytes(spec, True, True, 2) == sum(parameter.nbytes for parameter in decoder.parameters())
 
 
+LAYER_TYPES = ["sliding_attention", "full_attention"] * 12
+GPT_OSS: dict[str, Any] = {  # of the shape of gpt-oss-20b
+    "num_hidden_layers": 24, "layer_types": LAYER_TYPES, "sliding_window": 128, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131_072, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def test_more_sequences_fit_where_layers_have_a_window(tmp_path: Path) -> None:
+    """Half of the layers keep 128 tokens of a sequence. As many as all sequences need cost next to nothing."""
+    windowed = make_checkpoint(tmp_path / "windowed", "gpt_oss", **GPT_OSS)
+    full = make_checkpoint(tmp_path / "full", "gpt_oss", **(GPT_OSS | {"layer_types": LAYER_TYPES[1:2] * 24}))
+    few = "schedule.max_seqs=256"
+    plans = [make_plan(configure(folder, *more), 80 * GIB) for folder in (full, windowed) for more in ((), (few,))]
+    num_tokens = [plan.num_tokens for plan in plans]
+    assert 1.43 < num_tokens[2] / num_tokens[0] < 1.46
+    assert 1.9 < num_tokens[3] / num_tokens[1] < 2
+    assert [plan.num_window_tokens for plan in plans[:2]] == [0, 0]
+    assert plans[2].num_window_tokens == num_tokens[2] // 16 * 3 // 8 * 16
+    lines = "\n".join(plan_lines(plans[2]))
+    assert f"{plans[2].num_window_tokens:,} of them in layers that see 128 tokens" in lines
+    assert f"{num_tokens[2] // 512:,} of 512 tokens" in lines
+    short = make_plan(configure(windowed, "model.max_context=128"), 80 * GIB)
+    assert short.num_window_tokens == 0, "no sequence outgrows the window"
+
+
 def test_gpus_are_counted_on_their_machine(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "llama", num_hidden_layers=4)
     config = configure(folder, "parallel.pp=2", "parallel.dp=2", "cluster.nodes=2", "cluster.address=tcp://a:1")

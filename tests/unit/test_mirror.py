@@ -26,7 +26,6 @@ COVERED = {
     "e2e/trainers/test_updates.py": ["client/trainer", "transfer/torch_group"],
     "e2e/test_tensor_parallel.py": ["startup/process_groups", "startup/rank_coords"],
     "parity/test_transformers.py": ["startup/build_model", "transformers/attention", "transformers/build"],
-    "unit/checkpoint/test_implementation.py": ["transformers/architectures"],
     "unit/transformers/test_decoder.py": [
         "transformers/layers",
         "transformers/names",
@@ -58,6 +57,7 @@ COVERED = {
     "unit/batches/test_store.py": ["batches/disk", "batches/records"],
     "unit/batches/test_work.py": ["batches/results"],
     "unit/bench/policy/test_policy.py": ["bench/policy/baselines", "bench/policy/replay"],
+    "unit/attention/layered/test_backend.py": ["attention/base"],
     "unit/bench/test_commands.py": ["bench/rate_plot"],  # that its extra is missing; it is not installed here
     "unit/bench/test_serve_load.py": ["bench/client", "bench/loads/served"],
     "unit/checkpoint/test_spec.py": [

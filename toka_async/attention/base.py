@@ -5,7 +5,7 @@ The runner calls `plan` once a step, the model calls `attend` once a layer. Know
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -34,6 +34,17 @@ class ChunkStates:
 
 
 @dataclass(slots=True, frozen=True)
+class WindowPages:
+    """Where layers with a window keep a batch's keys and values: see `AttentionBatch`, in numbers of window pages.
+
+    Entries of pages that no token of the batch sees through the window are any valid window page.
+    """
+
+    page_table: Tensor
+    write_indices: Tensor
+
+
+@dataclass(slots=True, frozen=True)
 class ChunkRows:
     """The chunks of a step that a graph of `num_tokens` and `num_rows` computes, on the host.
 
@@ -58,6 +69,7 @@ class AttentionBatch:
     int32 [slots, width] on the device; entries past a slot's pages are any valid page. write_indices: int64 [tokens] on
     the device, where each token's key and value go: page * page_size + offset. groups: shared prefixes among the
     decoding rows, in row order, not overlapping. states: None: no layer has any, or nothing but rows that decode.
+    windows: None: all layers have the same pages.
     """
 
     num_decode: int
@@ -69,6 +81,14 @@ class AttentionBatch:
     write_indices: Tensor
     groups: tuple[PrefixGroup, ...] = ()
     states: ChunkStates | None = None
+    windows: WindowPages | None = None
+
+    def of_windows(self) -> AttentionBatch:
+        """Returns the batch for layers with a window."""
+        windows = self.windows
+        if windows is None:
+            return self
+        return replace(self, page_table=windows.page_table, write_indices=windows.write_indices)
 
 
 @dataclass(slots=True, frozen=True)

@@ -44,7 +44,8 @@ class CacheFormat:
 class KVCache:
     """Keys and values of every layer, each [num_pages, num_kv_heads, page_size, head_dim].
 
-    dtype: of queries, and of keys and values before they are stored. scales: of every layer.
+    dtype: of queries, and of keys and values before they are stored. scales: of every layer. of_windows: the layers
+    have a window, and the pages are window pages.
     """
 
     def __init__(
@@ -59,12 +60,14 @@ class KVCache:
         show: Show = show_nothing,
         stored: CacheFormat | None = None,
         can_sleep: bool = False,
+        of_windows: bool = False,
     ) -> None:
         """stored: None: keys and values as they are. can_sleep: a GPU's memory can be given back and taken again."""
         stored = stored or CacheFormat(dtype)
         assert stored.dtype in (dtype, E4M3)
         assert stored.dtype == E4M3 or not stored.scales
         self.num_pages = num_pages
+        self.of_windows = of_windows
         self.num_kv_heads = num_kv_heads
         self.page_size = page_size
         self.head_dim = head_dim
@@ -88,6 +91,10 @@ class KVCache:
             self.values.append(make_zeros())
         assert len(self.scales) == num_layers
         self.device = self.keys[0].device
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
     def make_zero_queries(self, num_tokens: int, num_heads: int) -> Tensor:
         """Makes queries [tokens, heads, dim] with which kernels are tried."""
@@ -118,8 +125,13 @@ class KVCache:
             view_numbers(tensor).zero_()
         self._is_released = False
 
-    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
-        """Copies whole pages in all layers. int64 [n] each; all sources are read before a target is written."""
+    def copy_pages(self, sources: Tensor, targets: Tensor, windows: tuple[Tensor, Tensor] | None = None) -> None:
+        """Copies whole pages in all layers. int64 [n] each; all sources are read before a target is written.
+
+        windows: their window pages, if the model has any.
+        """
+        if self.of_windows and windows is not None:
+            sources, targets = windows
         for tensor in map(view_numbers, (*self.keys, *self.values)):
             tensor[targets] = tensor[sources]
 
@@ -144,18 +156,21 @@ def make_caches(
     show: Show = show_nothing,
     stored: CacheFormat | None = None,
     can_sleep: bool = False,
+    num_window_pages: int = 0,
 ) -> list[KVCache]:
     """Makes a `KVCache` for each kind of attention (`ModelSpec.attention_kinds`).
 
-    spec: of the rank's layers. stored: with the scales of all of these, or with none.
+    spec: of the rank's layers. stored: with the scales of all of these, or with none. num_window_pages: of layers with
+    a window; 0: as many as the others have.
     """
     caches, numbers = [], spec.cached_layers
     for kind, layers in spec.attention_kinds.items():
         own = stored
         if stored is not None and stored.scales:
             own = CacheFormat(stored.dtype, tuple(stored.scales[numbers[layer]] for layer in layers))
-        shape = len(layers), num_pages, kind.num_kv_heads, page_size, kind.head_dim
-        caches.append(KVCache(*shape, dtype, device, show, own, can_sleep))
+        count = num_window_pages if kind.window and num_window_pages else num_pages
+        shape = len(layers), count, kind.num_kv_heads, page_size, kind.head_dim
+        caches.append(KVCache(*shape, dtype, device, show, own, can_sleep, of_windows=kind.window > 0))
     return caches
 
 

@@ -65,6 +65,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, tag="attention", kw_only=True):
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             rope=None,
+            window=self.window,
             scale=self.scale,
             soft_cap=self.soft_cap,
             sinks=self.sinks,

@@ -109,13 +109,21 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """The layers' different ropes, each once."""
         return tuple(dict.fromkeys(each.rope for each in self.attentions if each.rope is not None))
 
-    def stretch_ropes(self, max_context: int) -> ModelSpec:
-        """Returns the model with longrope's factors for sequences of up to so many tokens, whatever their length is.
+    @property
+    def window(self) -> int:
+        """The largest one of the layers; 0: none has one."""
+        return max(self.windows, default=0)
 
-        A sequence that grows beyond the pre-training's context would need other keys than those that it has cached.
+    def fit_context(self, max_context: int) -> ModelSpec:
+        """Returns the model for sequences of up to so many tokens: windows that no sequence outgrows are none.
+
+        Longrope has its factors for that length, whatever a sequence's is: one that grows beyond the pre-training's
+        context would need other keys than those that it has cached.
         """
 
-        def stretch(mixer: AttentionSpec) -> AttentionSpec:
+        def fit(mixer: AttentionSpec) -> AttentionSpec:
+            if mixer.window >= max_context:
+                mixer = msgspec.structs.replace(mixer, window=0)
             rope = mixer.rope
             if rope is None or rope.kind != "longrope":
                 return mixer
@@ -123,9 +131,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.structs.replace(mixer, rope=rope)
 
         layers = (
-            msgspec.structs.replace(layer, mixer=stretch(layer.mixer))
-            if isinstance(layer.mixer, AttentionSpec)
-            else layer
+            msgspec.structs.replace(layer, mixer=fit(layer.mixer)) if isinstance(layer.mixer, AttentionSpec) else layer
             for layer in self.layers
         )
         return msgspec.structs.replace(self, layers=tuple(layers))
@@ -192,7 +198,8 @@ def read_spec(model_dir: Path, quantize: str = "none") -> ModelSpec:
         feeds = [_widen(feed) if each.reads_back else feed for feed, each in zip(feeds, attentions, strict=True)]
     layer_input = _read_layer_input(file, family)
     max_positions = file.integer("max_position_embeddings", family.max_positions)
-    stretched = (each.rope.max_context(max_positions) for each in attentions if each.rope is not None)
+    # A model that stretches the rope of some layers only states the positions that it has with that (Gemma 3).
+    contexts = (each.rope.max_context(max_positions) for each in attentions if each.rope is not None)
     bos = file.token_ids("bos_token_id", family.bos_token_ids)
     spec = ModelSpec(
         family=name,
@@ -205,7 +212,7 @@ def read_spec(model_dir: Path, quantize: str = "none") -> ModelSpec:
             for halves in zip(mixers, feeds, strict=True)
         ),
         layer_inputs=0 if layer_input is None else num_layers * layer_input.size,
-        max_context=max(stretched, default=max_positions),
+        max_context=min(contexts, default=max_positions),
         dtype=_one_of(file, "dtype" if file.has("dtype") else "torch_dtype", name_default_dtype(file), DTYPES),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=file.token_ids("eos_token_id", family.eos_token_ids),

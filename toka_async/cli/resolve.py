@@ -81,9 +81,8 @@ def _resolve_device(config: Config, spec: ModelSpec) -> Config:
     limits = resolve_limits(config.model, config.schedule, spec, kind)
     num_tokens: int | str = "auto"
     if config.parallel.pp * config.parallel.tp == 1:  # otherwise the fullest rank decides
-        pages = resolve_num_pages(
-            config.cache, limits, count_page_bytes(spec, config.cache, dtype), *choose_cpu_cache_bytes(num_sharing)
-        )
+        page_bytes = count_page_bytes(spec.fit_context(limits.max_context), config.cache, dtype)
+        pages = resolve_num_pages(config.cache, limits, page_bytes, *choose_cpu_cache_bytes(num_sharing))
         num_tokens = pages * config.cache.page_size
     return _fill_limits(replace(config, attention=attention), limits, num_tokens)
 

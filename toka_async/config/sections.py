@@ -322,6 +322,13 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     num_tokens: Annotated[Count | Auto, Meta(description="tokens in the KV cache; auto: as many as fit in memory")] = (
         "auto"
     )
+    num_window_tokens: Annotated[
+        Count | Auto,
+        Meta(
+            description="of a model whose layers have a sliding window: tokens that these layers keep, over all "
+            "sequences; auto: 3/8 of num_tokens, more where sequences are short, and no more than max_seqs need"
+        ),
+    ] = "auto"
     dtype: Annotated[
         Literal["auto", "fp8"],
         Meta(

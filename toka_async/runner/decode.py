@@ -145,6 +145,7 @@ class DecodePass:
             slots=inputs.slots,
             page_table=rows.page_table,
             write_indices=inputs.write_indices,
+            windows=rows.describe_windows(inputs.write_indices),
         )
         assert self._attention is not None
         self._attention.plan_graph(batch, grouped)

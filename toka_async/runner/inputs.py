@@ -153,6 +153,7 @@ def make_attention_batch(
         page_table=rows.on_device.page_table,
         write_indices=write_indices,
         groups=groups,
+        windows=rows.on_device.describe_windows(write_indices),
         states=None if step_rows.num_decode == step_rows.slots.size else find_saves(step_rows),
     )
 

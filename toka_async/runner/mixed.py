@@ -119,6 +119,7 @@ class MixedPass:
             slots=inputs.row_slots.long(),
             page_table=rows.page_table,
             write_indices=write_indices,
+            windows=rows.describe_windows(write_indices),
         )
         self._attention.plan_mixed(batch, self._grouped, inputs.chunks)
         first = token_ids if self._residuals is None else self._residuals[:size]

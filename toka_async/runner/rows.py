@@ -96,7 +96,7 @@ class RowTables:
         # A GPU's kernels find the table where it was when they were captured: as wide as a row can ever be.
         most = -(-ready.max_context // ready.page_size) + 1
         width = 8 if device.type == "cpu" else most
-        self.on_device = DeviceRows(max_seqs, ready.page_size, width, ready.num_pages, device)
+        self.on_device = DeviceRows(max_seqs, ready.page_size, width, ready.num_pages, device, ready.num_window_pages)
         self.masks: torch.Tensor | None = None
         self._known: dict[int, RowPrompt] = {}
 
@@ -111,8 +111,14 @@ class RowTables:
         self.prompts[freed] = None
         for prompt in step.prompts:
             self._known[prompt.key] = read_prompt(prompt, self.vocab_size)
+        if step.window_pages:
+            self.on_device.set_windows(as_i32(step.window_pages).reshape(-1, 2))
         if admitted.size or step.page_slots:
             self._admit_and_append(step, admitted)
+        if step.chunk_slots and self.on_device.beside is not None:
+            starts = self.positions[as_i32(step.chunk_slots)]
+            ends = starts + as_i32(step.chunk_lengths)
+            self.on_device.renew_windows(int(starts.min()) // self.page_size, -(-int(ends.max()) // self.page_size))
         if step.order:
             self.order = as_i32(step.order).copy()
         elif freed.size or step.joined:
@@ -134,7 +140,7 @@ class RowTables:
         # No cell is written twice: slots are admitted once a step, and their own pages follow the shared ones.
         columns = (at, pages, slots, tokens, self.positions[slots])
         cells_at, page_ids, slots_at, token_ids, positions = upload(columns, self.device)
-        rows.page_table.view(-1).index_put_((cells_at,), page_ids.to(torch.int32))
+        rows.set_pages(cells_at, page_ids)
         if slots.size:
             rows.last_tokens.index_copy_(0, slots_at, token_ids)
             rows.positions.index_copy_(0, slots_at, positions)

@@ -53,7 +53,7 @@ if TYPE_CHECKING:  # needs Triton, which is not everywhere
 class Cache(Protocol):
     """The part of the KV cache that the runner calls; `attention.kv_cache` implements it."""
 
-    def copy_pages(self, src: Tensor, dst: Tensor) -> None: ...
+    def copy_pages(self, src: Tensor, dst: Tensor, windows: tuple[Tensor, Tensor] | None = None) -> None: ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -204,6 +204,10 @@ class Runner:
 
     def _apply(self, step: Step) -> None:
         rows, before = self._rows, self._rows.order
+        copied = window_sources = None
+        if step.copy_sources:
+            copied = upload((as_i32(step.copy_sources), as_i32(step.copy_targets)), rows.device)
+            window_sources = rows.on_device.find_windows(copied[0])  # before the step gives them to other pages
         admitted = rows.apply(step)
         if self.decode is not None and self.decode.sampler is not None:
             self._admitted = admitted
@@ -213,9 +217,9 @@ class Runner:
             self._pipeline.admit(admitted)
         if rows.order is not before:
             self._set_order(rows.order)
-        if step.copy_sources:
-            sources, targets = upload((as_i32(step.copy_sources), as_i32(step.copy_targets)), rows.device)
-            self.cache.copy_pages(sources, targets)
+        if copied is not None and window_sources is not None:
+            sources, targets = copied
+            self.cache.copy_pages(sources, targets, (window_sources, rows.on_device.find_windows(targets)))
             if self._history is not None:
                 self._history.copy_pages(sources, targets)
         if admitted.size and self.states is not None:

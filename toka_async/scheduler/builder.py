@@ -95,6 +95,8 @@ class StepBuilder:
         joined = self._joining[table.holds[self._joining]]
         num_old = running.rows.size
         running.rows = np.concatenate([running.rows, joined])
+        if running.windows is not None:
+            running.windows.drop_passed(running.rows, running.prefilling)
         self._grow_rows(plan)
         joined = joined[table.holds[joined]]
         if joined.size:
@@ -125,7 +127,9 @@ class StepBuilder:
         if plan.chunks or len(self._queue) or running.forking or running.prefilling:
             return 1
         most = min(most, int(table.remaining[running.rows].min()))
-        position, size, room = table.position[running.rows], running.cache.page_size, running.cache.num_reclaimable
+        if running.windows is not None:
+            most = min(most, running.windows.most_passes)
+        position, size, room = table.position[running.rows], running.cache.page_size, running.num_growable
         for ahead in range(1, most):
             room -= int((((position + ahead) % size) == 0).sum())
             if room < 0:
@@ -148,12 +152,17 @@ class StepBuilder:
         while True:
             rows = running.rows
             crossing = rows[table.position[rows] % running.cache.page_size == 0]
-            if crossing.size <= running.cache.num_reclaimable:
+            if crossing.size <= running.num_growable and (rows.size or self._can_advance()):
                 break
             self._preemption.preempt_youngest()
             running.rows = rows[table.holds[rows]]
         if crossing.size:
             plan.add_pages(table.slot[crossing], running.grow(crossing))
+
+    def _can_advance(self) -> bool:
+        """Whether the first prompt that is being computed, if there is one, can go on."""
+        first, windows = next(iter(self._running.prefilling), None), self._running.windows
+        return first is None or windows is None or windows.count_room(first) > 0
 
     # ---- prompts
 
@@ -181,11 +190,15 @@ class StepBuilder:
         return num_streams > 0 or (first is not None and first.request.submit.stream)
 
     def _add_chunk(self, plan: StepDraft, run: PromptRun, budget: StepBudget) -> None:
-        """Add as much of a prompt as the budget allows."""
-        count = budget.take_chunk(run.num_computed, run.num_to_compute - run.num_computed)
+        """Add as much of a prompt as the budget and window pages allow."""
+        count = self._take_chunk(run, budget)
         if count > 0:
             plan.chunks.append((run, run.seq, count))
             self._advance(run, count)
+
+    def _take_chunk(self, run: PromptRun, budget: StepBudget) -> int:
+        left, windows = run.num_to_compute - run.num_computed, self._running.windows
+        return budget.take_chunk(run.num_computed, left if windows is None else min(left, windows.count_room(run)))
 
     def _advance(self, run: PromptRun, count: int) -> None:
         self._running.advance(run, count)
@@ -217,7 +230,7 @@ class StepBuilder:
                     break
                 if not opened.computed:
                     num_reserved += opened.num_pending
-                    count = budget.take_chunk(opened.num_computed, opened.num_to_compute - opened.num_computed)
+                    count = self._take_chunk(opened, budget)
                     self._advance(opened, count)
                     self._starting.append((opened, count))
                 elif self._waits(plan, opened):
@@ -260,7 +273,7 @@ class StepBuilder:
         running, table, tail, snapshot = self._running, self._running.table, run.tail_page, run.snapshot
         if not running.num_running:
             self._preemption.drop_idle_runs(run.task.order, 1)
-        count = min(run.num_pending, running.num_free_slots, most, running.cache.num_reclaimable)
+        count = min(run.num_pending, running.num_free_slots, most, running.num_growable)
         if count > 0:
             count = min(count, max(self._admission.count_fitting_samples(run), int(not running.num_running)))
         if count <= 0:
@@ -351,6 +364,7 @@ class StepBuilder:
             copy_targets=column(np.concatenate([NO_SEQS, *plan.copy_targets])),
             page_slots=column(np.concatenate([NO_SEQS, *plan.page_slots])),
             page_ids=column(np.concatenate([NO_SEQS, *plan.page_ids])),
+            window_pages=EMPTY if running.windows is None else column(running.windows.pool.take_changed()),
             joined=column(table.slot[np.concatenate([NO_SEQS, *plan.joined])]),
             order=order,
             group_starts=groups.starts,

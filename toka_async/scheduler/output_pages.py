@@ -34,7 +34,7 @@ def _cache_output(running: RunningSet, seq: int) -> None:
     for page in own[: max(0, num_full - run.pages.size)].tolist():
         start = (run.pages.size + num_kept) * size
         parent, salt = run.nodes[-1] if run.nodes else None, run.request.submit.salt
-        node = running.cache.tree.insert(parent, tokens[start : start + size], page, salt, run.epoch)
+        node = running.cache.insert(parent, tokens[start : start + size], page, salt, run.epoch)
         if node is None:
             break
         run.nodes.append(node)

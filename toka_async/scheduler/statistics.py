@@ -119,12 +119,16 @@ class StatsSource:
         running, counts = self._running, self._builder.counts
         num_prompts = sum(run.num_seqs == 0 for run in running.forking)  # computed, no sample has started
         num_begun = min(self.num_open, int(np.count_nonzero(running.table.alive)) + num_prompts)
+        windows = running.cache.windows
         return Stats(
             num_running=min(num_begun, running.max_seqs),
             num_waiting=self.num_open - num_begun,
             pages_used=running.cache.num_used,
             pages_cached=running.cache.tree.num_cached,
             num_pages=running.cache.num_pages,
+            num_window_pages=0 if windows is None else windows.num_window_pages,
+            window_pages_used=0 if windows is None else windows.num_used,
+            window_pages_cached=0 if windows is None else windows.num_cached,
             num_snapshots=running.cache.snapshots.num_snapshots,
             snapshots_used=running.cache.snapshots.num_held,
             snapshots_cached=running.cache.snapshots.num_cached,

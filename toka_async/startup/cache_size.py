@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from toka_async.attention.kv_cache import bytes_per_token
-from toka_async.checkpoint.limits import RankLimits, resolve_num_snapshots
+from toka_async.checkpoint.limits import PageBytes, RankLimits, resolve_num_snapshots
 from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.config import CacheConfig, GraphsConfig, ScheduleConfig
 from toka_async.model.activation_layout import LayoutPolicy
@@ -33,9 +33,15 @@ _MOST_GRAPH_TOKENS = 4096
 _MOST_GRAPH_ROWS = 4096
 
 
-def count_page_bytes(spec: ModelSpec, cache: CacheConfig, dtype: torch.dtype) -> int:
-    """Counts the bytes of a page over all layers. dtype: that the model computes in."""
-    return cache.page_size * (bytes_per_token(spec, resolve_stored_dtype(cache, dtype)) + _HISTORY_BYTES)
+def count_page_bytes(spec: ModelSpec, cache: CacheConfig, dtype: torch.dtype, window: int = 0) -> PageBytes:
+    """Counts the bytes of a page over all layers. dtype: that the model computes in.
+
+    window: the largest one of all ranks' layers; this rank's may have none.
+    """
+    stored = resolve_stored_dtype(cache, dtype)
+    of_windows = sum(each.cached_values for each in spec.attentions if each.window) * stored.itemsize
+    of_others = bytes_per_token(spec, stored) - of_windows + _HISTORY_BYTES
+    return PageBytes(cache.page_size * of_others, cache.page_size * of_windows, window or spec.window)
 
 
 def count_largest_step_pages(limits: RankLimits, page_size: int, most: int = 2**31) -> int:
@@ -43,11 +49,10 @@ def count_largest_step_pages(limits: RankLimits, page_size: int, most: int = 2**
     return max(1, min(limits.max_seqs * 2 + -(-limits.max_tokens // page_size), most))
 
 
-def count_trial_pages(
-    limits: RankLimits, page_size: int, page_bytes: int, device: torch.device, fraction: float
-) -> int:
+def count_trial_pages(limits: RankLimits, cache: CacheConfig, page_bytes: PageBytes, device: torch.device) -> int:
     """Counts pages for a trial of the largest step that leave most of the memory to the step."""
-    return count_largest_step_pages(limits, page_size, read_free_cuda_memory(device, fraction) // (8 * page_bytes))
+    room = read_free_cuda_memory(device, cache.memory_fraction) // 8
+    return count_largest_step_pages(limits, cache.page_size, page_bytes.count_fitting(cache, limits, room))
 
 
 def make_misfit_error(limits: RankLimits) -> ModelError:
@@ -250,9 +255,10 @@ def count_graph_rows(graphs: GraphsConfig, spec: ModelSpec, dtype: torch.dtype, 
 
 
 def count_row_bytes(spec: ModelSpec, limits: RankLimits, dtype: torch.dtype, page_size: int, num_parts: int = 1) -> int:
-    """Counts the bytes of a row: its logits, its line in the page table, its sampling parameters."""
+    """Counts the bytes of a row: its logits, its lines in page tables, its sampling parameters."""
     logits = -(-spec.count_logit_bytes(dtype.itemsize) // num_parts)
-    return logits + spec.vocab_size // 4 + 4 * limits.max_context // page_size
+    num_tables = 2 if spec.window else 1
+    return logits + spec.vocab_size // 4 + num_tables * 4 * limits.max_context // page_size
 
 
 def limit_part(limits: RankLimits, num_parts: int) -> RankLimits:

@@ -35,7 +35,7 @@ def build_rank_attention(spec: ModelSpec, caches: Sequence[KVCache], setup: Atte
         _build(kind, [spec.windows[layer] for layer in layers], cache, setup)
         for (kind, layers), cache in zip(kinds.items(), caches, strict=True)
     ]
-    return join_attention(parts, list(kinds.values()))
+    return join_attention(parts, list(kinds.values()), [cache.of_windows for cache in caches])
 
 
 def _build(kind: AttentionSpec, windows: Sequence[int], cache: KVCache, setup: AttentionSetup) -> BuiltAttention:

@@ -20,7 +20,7 @@ from torch import nn
 from toka_async.attention.build import AttentionParts, BuiltAttention
 from toka_async.attention.choice import ChoiceTable, every_group_pays
 from toka_async.attention.flashinfer import FAILURES, explain_failure, explain_no_flashinfer
-from toka_async.attention.kv_cache import E4M3, CacheFormat, KVCache, bytes_per_token, make_caches
+from toka_async.attention.kv_cache import E4M3, CacheFormat, KVCache, make_caches
 from toka_async.attention.layered.backend import LayeredCache
 from toka_async.attention.modules import ModuleRequest, find_missing, list_architectures, make_module_request
 from toka_async.attention.states.build import add_states, build_states, explain_no_states
@@ -28,10 +28,12 @@ from toka_async.bar import show_nothing
 from toka_async.checkpoint.division import group_experts, make_rank_spec, make_stage_spec, stage_parts
 from toka_async.checkpoint.limits import (
     DeviceKind,
+    PageBytes,
     RankLimits,
     resolve_limits,
     resolve_num_pages,
     resolve_num_snapshots,
+    resolve_num_window_pages,
 )
 from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.config import Config
@@ -155,7 +157,7 @@ class RunnerFactory:
         check_stored_dtype(config.cache, self.device)
         self.cache_format = CacheFormat(resolve_stored_dtype(config.cache, self.dtype))  # scales come with the weights
         self.limits = resolve_limits(config.model, config.schedule, spec, self.kind)
-        self.spec = spec = spec.stretch_ropes(self.limits.max_context)
+        self.spec = spec = spec.fit_context(self.limits.max_context)
         self.part = stage_parts(spec, coords.num_stages, coords.size)[coords.stage]
         self.rank_spec = make_stage_spec(make_rank_spec(spec, coords.size), self.part)
         # Only the last stage has logits.
@@ -197,14 +199,13 @@ class RunnerFactory:
         self._warm_up(runner, decoder, max_graph_rows, max_graph_tokens)
         self.stages.report()
         self.tuning_cache.report()
-        num_tokens = (num_pages + 1) * self.config.cache.page_size
-        cache_bytes = num_tokens * bytes_per_token(self.rank_spec, self.cache_format.dtype)
+        assert isinstance(runner.cache, KVCache | LayeredCache)
         described = describe_device(
             self.coords.world_rank,
             self.device,
             name_types(self.spec, self.dtype, self.config.cache),
             count_weight_bytes(cast(nn.Module, decoder)),
-            cache_bytes,
+            runner.cache.num_bytes,
         )
         runner.ready = msgspec.structs.replace(runner.ready, ranks=(described,), token_seconds=token_seconds)
         if self.left_to_compile is not None and self.coords.device_index == 0:  # once for all ranks and replicas
@@ -416,7 +417,7 @@ class RunnerFactory:
 
         Also returns the rows of the largest graph, of those up to max_graph_rows that pay.
         """
-        page_bytes = count_page_bytes(self.rank_spec, self.config.cache, self.dtype)
+        page_bytes = count_page_bytes(self.rank_spec, self.config.cache, self.dtype, self.spec.window)
         if self.kind == "cuda":
             auto, max_graph_rows = self._measure_memory(
                 decoder, stage, page_bytes, with_flashinfer, max_graph_rows, max_graph_tokens
@@ -430,7 +431,7 @@ class RunnerFactory:
         self,
         decoder: RankModel,
         stage: StageSetup | None,
-        page_bytes: int,
+        page_bytes: PageBytes,
         with_flashinfer: bool,
         max_graph_rows: int,
         max_graph_tokens: int,
@@ -441,14 +442,14 @@ class RunnerFactory:
         """
         cache = self.config.cache
         torch.cuda.reset_peak_memory_stats(self.device)
-        num_pages = count_trial_pages(self.limits, cache.page_size, page_bytes, self.device, cache.memory_fraction)
+        num_pages = count_trial_pages(self.limits, cache, page_bytes, self.device)
         try:
             runner = self._make_runner(decoder, stage, num_pages, with_flashinfer)
             make_largest_load(runner.ready)(runner)
             torch.cuda.synchronize(self.device)
         except torch.OutOfMemoryError:
             raise make_misfit_error(self.limits) from None
-        peak = torch.cuda.max_memory_allocated(self.device) - (num_pages + 1) * page_bytes
+        peak = torch.cuda.max_memory_allocated(self.device) - page_bytes.count(cache, self.limits, num_pages)
         num_rows, num_tokens = self._limit_graphs(runner, decoder, max_graph_rows, max_graph_tokens)
         of_graphs = count_graph_bytes(self.counted_spec, self.dtype, num_rows, num_tokens)
         del runner
@@ -480,11 +481,12 @@ class RunnerFactory:
         """Makes a runner over a new cache. choose: see `build_attention`; None: the runner is for a trial."""
         spec, limits, page_size = self.rank_spec, self.limits, self.config.cache.page_size
         show = show_nothing if choose is None else self.stages.show
-        # One page more, for rows that only fill up a batch.
         can_sleep = self.config.cache.can_sleep and choose is not None
-        caches = make_caches(
-            spec, num_pages + 1, page_size, self.dtype, self.device, show, self.cache_format, can_sleep
-        )
+        window = self.spec.window
+        num_window_pages = resolve_num_window_pages(self.config.cache, limits, window, num_pages)
+        # One page more, for rows that only fill up a batch.
+        stored = self.dtype, self.device, show, self.cache_format, can_sleep
+        caches = make_caches(spec, num_pages + 1, page_size, *stored, num_window_pages + 1)
         cache = caches[0] if len(caches) == 1 else LayeredCache(caches)
         setup = AttentionSetup(self.config.attention.backend, self.invariant, limits, choose, with_flashinfer, show)
         attention = build_rank_attention(spec, caches, setup)
@@ -501,6 +503,8 @@ class RunnerFactory:
             vocab_size=spec.vocab_size,
             max_tokens=limits.max_tokens,
             num_snapshots=num_snapshots,
+            num_window_pages=num_window_pages,
+            window=window,
             group_min_seqs=group_min_seqs,
             group_min_tokens=group_min_tokens,
             async_tp_min_tokens=decoder.layouts.min_tokens,

@@ -25,7 +25,7 @@ from toka_async.arrays import (
     i32_column,
     next_rows,
 )
-from toka_async.checkpoint.limits import resolve_limits, resolve_num_pages
+from toka_async.checkpoint.limits import PageBytes, resolve_limits, resolve_num_pages, resolve_num_window_pages
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.config import CacheConfig, ModelConfig, ScheduleConfig, SimulatedConfig
 from toka_async.control import Control, ControlDone, Sleep, Wake
@@ -44,7 +44,8 @@ def make_simulated_ready(spec: ModelSpec, model: ModelConfig, cache: CacheConfig
     """Makes Ready: everything fits that is asked for. Raises ModelError for an impossible limit."""
     limits = resolve_limits(model, schedule, spec, "simulated")
     auto_pages = limits.max_seqs * -(-min(limits.max_context, AUTO_TOKENS) // cache.page_size)
-    num_pages = resolve_num_pages(cache, limits, page_bytes=1, auto_bytes=auto_pages, most_bytes=2**31 - 1)
+    num_pages = resolve_num_pages(cache, limits, PageBytes(1), auto_bytes=auto_pages, most_bytes=2**31 - 1)
+    window = spec.fit_context(limits.max_context).window
     return Ready(
         num_pages=num_pages,
         page_size=cache.page_size,
@@ -52,6 +53,8 @@ def make_simulated_ready(spec: ModelSpec, model: ModelConfig, cache: CacheConfig
         max_context=min(limits.max_context, num_pages * cache.page_size),
         vocab_size=spec.vocab_size,
         max_tokens=limits.max_tokens,
+        num_window_pages=resolve_num_window_pages(cache, limits, window, num_pages),
+        window=window,
     )
 
 

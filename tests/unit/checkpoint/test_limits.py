@@ -3,7 +3,14 @@ from pathlib import Path
 import pytest
 
 from tests.cases.models import make_checkpoint
-from toka_async.checkpoint.limits import DeviceKind, RankLimits, resolve_limits, resolve_num_pages
+from toka_async.checkpoint.limits import (
+    DeviceKind,
+    PageBytes,
+    RankLimits,
+    resolve_limits,
+    resolve_num_pages,
+    resolve_num_window_pages,
+)
 from toka_async.checkpoint.spec import ModelError, ModelSpec, read_spec
 from toka_async.config import CacheConfig, ModelConfig, ScheduleConfig
 
@@ -59,7 +66,7 @@ def test_impossible(spec: ModelSpec, model: ModelConfig, schedule: ScheduleConfi
 
 
 def _pages(cache: CacheConfig, auto_bytes: int = 10 * MIB, most_bytes: int = 40 * MIB) -> int:
-    return resolve_num_pages(cache, RankLimits(4, 100, 160), MIB, auto_bytes, most_bytes)
+    return resolve_num_pages(cache, RankLimits(4, 100, 160), PageBytes(MIB), auto_bytes, most_bytes)
 
 
 def test_auto_takes_what_it_may_and_no_more_than_sequences_can_use() -> None:
@@ -86,3 +93,28 @@ def test_explicit_is_rounded_down_to_pages() -> None:
 def test_what_does_not_fit(cache: CacheConfig, most_bytes: int, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         _pages(cache, auto_bytes=MIB - 1, most_bytes=most_bytes)
+
+
+def test_window_pages_are_a_part_of_all() -> None:
+    limits, cache = RankLimits(max_seqs=500, max_tokens=4096, max_context=131_072), CacheConfig()
+    assert resolve_num_window_pages(cache, limits, 0, 9000) == 0
+    assert resolve_num_window_pages(cache, limits, 128, 9000) == 9000 * 3 // 8
+    assert resolve_num_window_pages(cache, limits, 128, 90_000) == 500 * 12 + 256, "as many as all sequences need"
+    assert resolve_num_window_pages(cache, limits, 128, 20) == 12, "a sequence can run alone"
+    assert resolve_num_window_pages(cache, limits, 128, 7) == 7
+    short = RankLimits(max_seqs=500, max_tokens=4096, max_context=1024)
+    assert resolve_num_window_pages(cache, short, 128, 9000) == 9000 // 2, "sequences are short beside the window"
+    assert resolve_num_window_pages(cache, short, 512, 9000) == 9000
+    assert resolve_num_window_pages(CacheConfig(num_window_tokens=1600), limits, 128, 9000) == 100
+
+
+def test_pages_and_their_window_pages_fill_the_memory() -> None:
+    limits, cache = RankLimits(max_seqs=1000, max_tokens=2048, max_context=131_072), CacheConfig()
+    sizes = PageBytes(page=1000, window_page=4000, window=128)
+    for num_bytes in (0, 999, 10**6, 10**7, 10**9):
+        count = sizes.count_fitting(cache, limits, num_bytes)
+        assert sizes.count(cache, limits, count) <= num_bytes < sizes.count(cache, limits, count + 1)
+    assert sizes.count_fitting(cache, limits, -5) == 0
+    assert resolve_num_pages(cache, limits, sizes, 10**7, 0) == 4000
+    with pytest.raises(ModelError, match="use at most 64000"):
+        resolve_num_pages(CacheConfig(num_tokens=16 * 4001), limits, sizes, 0, 10**7 + 999)

@@ -177,13 +177,16 @@ def test_the_frequencies_of_longrope_are_those_of_the_context(tmp_path: Path) ->
         assert (rope.kind, rope.is_long) == ("longrope", is_long)
         assert rope.factor == max_positions / 64
     spec = read(tmp_path, **LONG_ROPE, head_dim=4, max_position_embeddings=65)
-    assert [spec.stretch_ropes(context).ropes[0].is_long for context in (64, 65)] == [False, True]
+    assert [spec.fit_context(context).ropes[0].is_long for context in (64, 65)] == [False, True]
 
 
 def test_layers_differ_in_window_and_rope(tmp_path: Path) -> None:
     spec = read(tmp_path, model_type="gemma3_text", num_hidden_layers=7, sliding_window=9)
     assert spec.windows == (9, 9, 9, 9, 9, 0, 9)
     assert [each.rope.theta for each in spec.attentions if each.rope] == [1e4] * 5 + [1e6, 1e4]
+    linear = {"rope_type": "linear", "factor": 8.0}
+    stretched = read(tmp_path, model_type="gemma3_text", num_hidden_layers=7, rope_scaling=linear)
+    assert stretched.max_context == spec.max_context  # which says what it has with that
     spec = read(tmp_path, model_type="smollm3", num_hidden_layers=5)
     assert [each.rope is None for each in spec.attentions] == [False, False, False, True, False]
     named = {"full_attention": {"rope_theta": 5.0}, "sliding_attention": {"rope_theta": 7.0}}

@@ -8,25 +8,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.cases.models import GEMMA4_SMALL, make_checkpoint
 from tests.drivers.core import CoreDriver, Received
 from tests.drivers.page_rank import submit
 from tests.drivers.stage_runners import StageRunners, setups, stage_runners
 from toka_async.arrays import as_f32
-from toka_async.attention.build import BuiltAttention
-from toka_async.attention.kv_cache import make_cache
-from toka_async.attention.reference import ReferenceAttention
+from toka_async.attention.kv_cache import make_caches
+from toka_async.attention.layered.backend import LayeredCache
 from toka_async.attention.states.build import add_states, build_states
+from toka_async.bar import show_nothing
 from toka_async.checkpoint.division import make_stage_spec, stage_parts
+from toka_async.checkpoint.limits import RankLimits
 from toka_async.checkpoint.spec import read_spec
 from toka_async.messages import Ready, TokenSampling
 from toka_async.model.weights import build_decoder, load_weights
 from toka_async.runner.pipeline import StageSetup
 from toka_async.runner.runner import Runner
+from toka_async.startup.rank_attention import AttentionSetup, build_rank_attention
 
 CPU = torch.device("cpu")
 READY = Ready(num_pages=300, page_size=4, max_seqs=12, max_context=200, vocab_size=261, max_tokens=40, num_snapshots=9)
+WINDOWED = replace(READY, num_snapshots=0, num_window_pages=40, window=24)
 SAMPLINGS = (
     TokenSampling(temperature=0),
     TokenSampling(temperature=0.9, num_logprobs=3, num_prompt_logprobs=2),
@@ -60,7 +64,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("stages"), "qwen3_next", mlp_only_layers=[0])
 
 
-def in_stages(folder: Path, num_stages: int, num_parts: int) -> StageRunners:
+def in_stages(folder: Path, num_stages: int, num_parts: int, ready: Ready = READY) -> StageRunners:
     spec = read_spec(folder)
     parts = stage_parts(spec, num_stages, 1)
 
@@ -68,20 +72,24 @@ def in_stages(folder: Path, num_stages: int, num_parts: int) -> StageRunners:
         own = make_stage_spec(spec, parts[stage])
         decoder = build_decoder(spec, torch.float32, CPU, part=parts[stage])
         load_weights(decoder, folder)
-        cache = make_cache(own, 301, 4, torch.float32, CPU)
-        attention = BuiltAttention(ReferenceAttention(cache, spec.attention.num_heads, own.windows))
-        states = build_states(own, READY.max_seqs, READY.num_snapshots, torch.float32, CPU, can_sleep=False)
+        num_window_pages = ready.num_window_pages + 1 if ready.window else 0
+        caches = make_caches(own, 301, 4, torch.float32, CPU, num_window_pages=num_window_pages)
+        limits = RankLimits(ready.max_seqs, ready.max_tokens, ready.max_context)
+        attention = build_rank_attention(
+            own, caches, AttentionSetup("reference", False, limits, None, False, show_nothing)
+        )
+        states = build_states(own, ready.max_seqs, ready.num_snapshots, torch.float32, CPU, can_sleep=False)
         if states is not None:
             attention = add_states(attention, states)
-        return Runner(READY, CPU, decoder, cache, attention, stage=setup, states=states)
+        return Runner(ready, CPU, decoder, LayeredCache(caches), attention, stage=setup, states=states)
 
     if num_stages == 1:
         return StageRunners([runner(None, 0)])
     return stage_runners(runner, setups(num_stages, num_parts, spec.passed_size, torch.float32))
 
 
-def answers(rank: StageRunners) -> list[Received]:
-    driver = CoreDriver(READY, max_tokens=READY.max_tokens, rank=rank, group_min_seqs=2, group_min_tokens=8)
+def answers(rank: StageRunners, ready: Ready = READY) -> list[Received]:
+    driver = CoreDriver(ready, max_tokens=ready.max_tokens, rank=rank, group_min_seqs=2, group_min_tokens=8)
     received = [
         driver.submit(submit(i, prompt, sampling=SAMPLINGS[i % len(SAMPLINGS)], n=1 + i % 3, max_tokens=9))
         for i, prompt in enumerate(PROMPTS)
@@ -114,6 +122,14 @@ def test_stages_answer_as_the_whole_model_does(
     folder: Path, whole: list[Received], num_stages: int, num_parts: int
 ) -> None:
     check(answers(in_stages(folder, num_stages, num_parts)), whole)
+
+
+@pytest.mark.parametrize(("num_stages", "num_parts"), [(1, 1), (2, 3), (5, 2)])
+def test_stages_give_back_pages_behind_windows(
+    folder: Path, whole: list[Received], num_stages: int, num_parts: int
+) -> None:
+    """Some stages have only layers with a window, some only others. Here the model alone gives nothing back."""
+    check(answers(in_stages(folder, num_stages, num_parts, WINDOWED), WINDOWED), whole)
 
 
 def test_stages_pass_on_the_inputs_of_layers(tmp_path: Path) -> None:

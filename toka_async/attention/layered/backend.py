@@ -1,7 +1,7 @@
-"""Attention of a model whose layers differ in the shape of their heads: a backend and a cache for each shape.
+"""Attention of a model whose layers differ in the shape of their heads or in their window: a backend and a cache each.
 
-All caches have the same pages, so that rows, page tables and plans know one numbering. A model whose layers are alike
-has none of this.
+Layers without a window have the same pages, so that rows, page tables and plans know one numbering; those with a window
+have another. A model whose layers are alike, and have no window, has none of this.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ class LayeredCache:
     def __init__(self, parts: Sequence[KVCache]) -> None:
         self.parts = tuple(parts)
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
     def release(self) -> None:
         """See `KVCache.release`."""
         for part in self.parts:
@@ -40,10 +44,10 @@ class LayeredCache:
         for part in self.parts:
             part.restore()
 
-    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
+    def copy_pages(self, sources: Tensor, targets: Tensor, windows: tuple[Tensor, Tensor] | None = None) -> None:
         """See `KVCache.copy_pages`."""
         for part in self.parts:
-            part.copy_pages(sources, targets)
+            part.copy_pages(sources, targets, windows)
 
 
 class _Places:
@@ -57,14 +61,21 @@ class _Places:
 class LayeredAttention:
     """`AttentionBackend` that passes each layer on to the backend of its shape."""
 
-    def __init__(self, parts: Sequence[AttentionBackend], layers: Sequence[Sequence[int]]) -> None:
-        """layers: of each part, the numbers of its layers."""
+    def __init__(
+        self, parts: Sequence[AttentionBackend], layers: Sequence[Sequence[int]], of_windows: Sequence[bool]
+    ) -> None:
+        """layers: of each part, the numbers of its layers. of_windows: whether they have window pages."""
         self.parts = tuple(parts)
         self.places = _Places(layers).of_layers
+        self.of_windows = tuple(of_windows)
 
     def plan(self, batch: AttentionBatch) -> None:
-        for part in self.parts:
-            part.plan(batch)
+        for part, own in zip(self.parts, self.choose(batch), strict=True):
+            part.plan(own)
+
+    def choose(self, batch: AttentionBatch) -> list[AttentionBatch]:
+        """Returns the batch as each part is to see it."""
+        return [batch.of_windows() if is_window else batch for is_window in self.of_windows]
 
     def attend(self, layer: int, *others: object) -> Tensor:
         """See `AttentionBackend`."""
@@ -75,13 +86,15 @@ class LayeredAttention:
 class LayeredGraphAttention(LayeredAttention):
     """`GraphAttention` of parts that can be captured."""
 
-    def __init__(self, parts: Sequence[GraphAttention], layers: Sequence[Sequence[int]]) -> None:
-        super().__init__(parts, layers)
+    def __init__(
+        self, parts: Sequence[GraphAttention], layers: Sequence[Sequence[int]], of_windows: Sequence[bool]
+    ) -> None:
+        super().__init__(parts, layers, of_windows)
         self.captured = tuple(parts)
 
     def plan_graph(self, batch: AttentionBatch, grouped: bool) -> None:
-        for part in self.captured:
-            part.plan_graph(batch, grouped)
+        for part, own in zip(self.captured, self.choose(batch), strict=True):
+            part.plan_graph(own, grouped)
 
     def set_groups(self, groups: tuple[PrefixGroup, ...]) -> None:
         for part in self.captured:
@@ -91,8 +104,10 @@ class LayeredGraphAttention(LayeredAttention):
 class LayeredMixedAttention(LayeredAttention):
     """`MixedAttention` of parts that can be captured with chunks. Each has an equal share of the cells."""
 
-    def __init__(self, parts: Sequence[MixedAttention], layers: Sequence[Sequence[int]]) -> None:
-        super().__init__(parts, layers)
+    def __init__(
+        self, parts: Sequence[MixedAttention], layers: Sequence[Sequence[int]], of_windows: Sequence[bool]
+    ) -> None:
+        super().__init__(parts, layers, of_windows)
         self.captured = tuple(parts)
 
     def count_chunk_cells(self, num_tokens: int, num_rows: int) -> int:
@@ -103,23 +118,30 @@ class LayeredMixedAttention(LayeredAttention):
             part.describe_chunks(own, chunks)
 
     def plan_mixed(self, batch: AttentionBatch, grouped: bool, chunks: Tensor) -> None:
-        for part, own in zip(self.captured, chunks.chunk(len(self.captured)), strict=True):
-            part.plan_mixed(batch, grouped, own)
+        cells = chunks.chunk(len(self.captured))
+        for part, batch_of_part, own in zip(self.captured, self.choose(batch), cells, strict=True):
+            part.plan_mixed(batch_of_part, grouped, own)
 
     def set_groups(self, groups: tuple[PrefixGroup, ...]) -> None:
         for part in self.captured:
             part.set_groups(groups)
 
 
-def join_attention(parts: Sequence[BuiltAttention], layers: Sequence[Sequence[int]]) -> BuiltAttention:
-    """Joins backends of layers of different shapes; it can do what all of them can. layers: the numbers of each's."""
-    if len(parts) == 1:
+def join_attention(
+    parts: Sequence[BuiltAttention], layers: Sequence[Sequence[int]], of_windows: Sequence[bool] | None = None
+) -> BuiltAttention:
+    """Joins backends of different layers; it can do what all of them can.
+
+    layers: the numbers of each's. of_windows: whether each's have window pages; None: none.
+    """
+    of_windows = of_windows or [False] * len(parts)
+    if len(parts) == 1 and not of_windows[0]:
         return parts[0]
     graphs, mixed = [part.graphs for part in parts], [part.mixed for part in parts]
     captured = [part for part in graphs if part is not None]
     chunked = [part for part in mixed if part is not None]
-    attention = LayeredGraphAttention(captured, layers) if len(captured) == len(parts) else None
-    backend = attention or LayeredAttention([part.backend for part in parts], layers)
+    attention = LayeredGraphAttention(captured, layers, of_windows) if len(captured) == len(parts) else None
+    backend = attention or LayeredAttention([part.backend for part in parts], layers, of_windows)
     smallest = (0, 0)
     if all(part.smallest_group != (0, 0) for part in parts):
         smallest = max(part.smallest_group[0] for part in parts), max(part.smallest_group[1] for part in parts)
@@ -132,5 +154,5 @@ def join_attention(parts: Sequence[BuiltAttention], layers: Sequence[Sequence[in
         attention,
         smallest,
         pays,
-        mixed=LayeredMixedAttention(chunked, layers) if len(chunked) == len(parts) else None,
+        mixed=LayeredMixedAttention(chunked, layers, of_windows) if len(chunked) == len(parts) else None,
     )

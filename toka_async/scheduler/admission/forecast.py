@@ -27,14 +27,35 @@ def forecast_own_pages(position: Int32, remaining: Int32, held: Int32, page_size
     Returns:
         int64 [horizon].
     """
+    return _forecast_crossings((-position) % page_size, remaining, held, page_size, horizon)
+
+
+def forecast_window_pages(
+    position: Int32, remaining: Int32, num_shared: Int32, window: int, page_size: int, horizon: int
+) -> Int64:
+    """Forecast the window pages that decoding sequences hold alone during each of the next `horizon` steps.
+
+    Arguments and result are those of `forecast_own_pages`; num_shared: leading pages that are the prompt's. window:
+    tokens that a token sees.
+    """
+    first = np.maximum(np.maximum(position - window + 1, 0) // page_size, num_shared)  # the first place that it holds
+    held = np.maximum(-(-position // page_size) - first, 0)
+    passes = (first + 1) * page_size + window - 1 - position  # the step before which it is dropped
+    whole = forecast_own_pages(position, remaining, held, page_size, horizon)
+    dropped: Int64 = _forecast_crossings(passes, remaining, np.zeros_like(held), page_size, horizon)
+    return whole - dropped
+
+
+def _forecast_crossings(first: Int32, remaining: Int32, held: Int32, page_size: int, horizon: int) -> Int64:
+    """Forecast a number that grows by one in step `first`, and in every `page_size`th step after it, until the end."""
     span = (horizon // page_size + 1) * page_size
-    first = (-position) % page_size
-    missed = remaining + (-(position + remaining)) % page_size  # the first crossing that does not happen
     crosses = first < remaining
+    count = np.where(crosses, (remaining - 1 - first) // page_size + 1, 0)
+    missed = first + count * page_size  # the first crossing that does not happen
     new = np.bincount(first[crosses], minlength=page_size + span)[:span]
     new = new - np.bincount(np.minimum(missed[crosses], span), minlength=span + 1)[:span]
     grown = new.reshape(-1, page_size).cumsum(axis=0).reshape(-1).cumsum()
-    at_end = held + (position + remaining - 1) // page_size - (position - 1) // page_size
+    at_end = held + count
     freed = np.bincount(np.minimum(remaining, span), weights=at_end, minlength=span + 1)[:span]
     usage: Int64 = int(held.sum()) + grown - freed.cumsum().astype(np.int64)
     return usage[:horizon]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +20,8 @@ from toka_async.arrays import Bool, Float64, Int32, Int64
 from toka_async.messages import Forecast
 from toka_async.scheduler.admission.forecast import Profile, UsageCurve, sample_evenly
 from toka_async.scheduler.admission.length_predictor import EVERYONE, LengthPredictor
-from toka_async.scheduler.admission.running_usage import find_running_seqs, forecast_running
+from toka_async.scheduler.admission.running_usage import find_running_seqs, forecast_running, forecast_windows
+from toka_async.scheduler.cache.window_pool import count_window_span
 from toka_async.scheduler.sequences.requests import PrefillTask, PromptRun, Request
 from toka_async.scheduler.sequences.running import RunningSet
 
@@ -33,6 +34,8 @@ MARGIN_FADES = 300.0  # steps without preemption after which the growth has fade
 SMALLEST_GROUP = 16  # samples
 UPDATE_EVERY = 4  # forecasts: sequences move by about a bin or less meanwhile
 SHOWN = 32  # parts of a forecast in a Stats message
+MANY = 1 << 30  # pages, more than a cache has
+CHUNK_PART = 8  # of window pages, the part that sequences leave to chunks of prompts
 PARTS = 8  # of the running sequences; the lengths of one part are predicted again at a time
 
 
@@ -42,14 +45,39 @@ class Growth:
 
     alive: Float64
     pages: Int64  # beyond the prompt's
-    _profiles: dict[int, Profile] = field(default_factory=dict)
+    _profiles: dict[tuple[int, int], Profile] = field(default_factory=dict)
 
-    def profile(self, num_prompt_pages: int) -> Profile:
-        profile = self._profiles.get(num_prompt_pages)
+    def profile(self, num_prompt_pages: int, most: int) -> Profile:
+        profile = self._profiles.get((num_prompt_pages, most))
         if profile is None:
-            pages = self.alive * (num_prompt_pages + self.pages)
-            profile = self._profiles[num_prompt_pages] = Profile(pages, float(pages.max()))
+            pages = self.alive * np.minimum(num_prompt_pages + self.pages, most)
+            profile = self._profiles[num_prompt_pages, most] = Profile(pages, float(pages.max()))
         return profile
+
+
+@dataclass(slots=True)
+class PageKind:
+    """Pages of all tokens, or window pages, in the forecast of one build.
+
+    num_pages: that sequences may have. most: of one sequence. curve: forecast; limit: what may be in use.
+    """
+
+    num_pages: int
+    most: int
+    forecast: Callable[[RunningSet, Int32, Int32], UsageCurve]
+    curve: UsageCurve
+    limit: int = 0
+
+
+def list_page_kinds(running: RunningSet) -> list[PageKind]:
+    kinds = [PageKind(running.cache.num_pages, MANY, forecast_running, UsageCurve(np.zeros(1)))]
+    if running.windows is not None:
+        pool = running.windows.pool
+        # Chunks of prompts take some more for a step.
+        num_pages = pool.num_window_pages - pool.num_window_pages // CHUNK_PART
+        span = count_window_span(pool.window, pool.page_size)
+        kinds.append(PageKind(num_pages, span, forecast_windows, UsageCurve(np.zeros(1))))
+    return kinds
 
 
 @dataclass(slots=True)
@@ -60,11 +88,14 @@ class LookAhead:
     predictor: LengthPredictor = field(default_factory=LengthPredictor)
     margin: float = 0.01
     _times: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    _curve: UsageCurve | None = None
+    _kinds: list[PageKind] = field(init=False)
+    _is_current: bool = False  # the kinds' curves are this build's
     _growths: dict[tuple[int, int, int, int, bool], Growth] = field(default_factory=dict)
-    _limit: int = 0  # pages that may be in use
     _turn: int = 0
     _grown: float = 0.0  # the part of the margin due to preemptions
+
+    def __post_init__(self) -> None:
+        self._kinds = list_page_kinds(self.running)
 
     def forecast_times(self) -> Sequence[float]:
         return self._times
@@ -73,7 +104,7 @@ class LookAhead:
         return self.predictor.mean_and_spread(EVERYONE)
 
     def begin(self, num_preemptions: int) -> None:
-        self._curve = None
+        self._is_current = False
         self._growths.clear()
         rows = max(1, self.running.rows.size)
         uncertain = np.count_nonzero(self.running.table.can_stop[self.running.rows]) / rows
@@ -81,7 +112,8 @@ class LookAhead:
         self._grown *= math.exp(-1.0 / MARGIN_FADES)
         self._grown = min(LARGEST_MARGIN, self._grown + MARGIN_GROWTH * num_preemptions / rows)
         self.margin = min(LARGEST_MARGIN, least + self._grown)
-        self._limit = int(self.running.cache.num_pages * (1.0 - self.margin))
+        for kind in self._kinds:
+            kind.limit = int(kind.num_pages * (1.0 - self.margin))
 
     def close_request(self, request: Request) -> None:
         self.predictor.close_group(request.group)
@@ -96,42 +128,50 @@ class LookAhead:
 
     def count_fitting_samples(self, run: PromptRun) -> int:
         """Count the further samples of a computed prompt that the forecast has room for."""
-        return self._usage().count_that_fit(self._sample_profile(run).pages, self._limit)
+        return min(
+            kind.curve.count_that_fit(self._sample_profile(run, kind).pages, kind.limit) for kind in self._forecast()
+        )
 
     def add_samples(self, run: PromptRun, count: int) -> None:
-        self._usage().add(self._sample_profile(run).pages, count)
+        for kind in self._forecast():
+            kind.curve.add(self._sample_profile(run, kind).pages, count)
 
     def prompt_fits(self, task: PrefillTask, num_new_pages: int) -> bool:
         """Whether there is room for a prompt that takes `num_new_pages`, and for (the first of) its samples."""
-        usage, waiting = self._usage(), self.running.pending_runs()
-        if waiting:  # their samples come first: a prompt computed too early only takes pages
-            usage = usage.copy()
-            for run in waiting:
-                usage.add(self._sample_profile(run).pages, run.num_pending)
-        return usage.fits(self._task_profile(task, num_new_pages), self._limit)
+        waiting = self.running.pending_runs()
+        for kind in self._forecast():
+            usage = kind.curve
+            if waiting:  # their samples come first: a prompt computed too early only takes pages
+                usage = usage.copy()
+                for run in waiting:
+                    usage.add(self._sample_profile(run, kind).pages, run.num_pending)
+            if not usage.fits(self._task_profile(task, num_new_pages, kind), kind.limit):
+                return False
+        return True
 
     def add_prompt(self, task: PrefillTask, num_new_pages: int) -> None:
         """Reserve for a prompt; of several samples none counts yet. Many samples inform each other as a group."""
         request = task.request
         if request.can_stop and request.submit.n >= SMALLEST_GROUP and request.group == EVERYONE:
             request.group = self.predictor.open_group()
-        if task.sample < 0:
-            self._usage().hold(num_new_pages)
-        else:
-            self._usage().put(self._task_profile(task, num_new_pages))
+        for kind in self._forecast():
+            if task.sample < 0:
+                kind.curve.hold(min(num_new_pages, kind.most))
+            else:
+                kind.curve.put(self._task_profile(task, num_new_pages, kind))
 
     # ---- candidates
 
-    def _sample_profile(self, run: PromptRun) -> Profile:
+    def _sample_profile(self, run: PromptRun, kind: PageKind) -> Profile:
         request = run.request
         start = request.prompt.size - 1
         tail = -(-start // self.running.cache.page_size) - run.pages.size
-        return self._growth(request, 0, start).profile(tail)
+        return self._growth(request, 0, start).profile(tail, kind.most)
 
-    def _task_profile(self, task: PrefillTask, num_new_pages: int) -> Profile:
+    def _task_profile(self, task: PrefillTask, num_new_pages: int, kind: PageKind) -> Profile:
         """The pages of a prompt and of its sample, or of the first of several."""
         generated = 0 if task.generated is None else task.generated.tokens.size
-        return self._growth(task.request, generated, task.token_ids.size).profile(num_new_pages)
+        return self._growth(task.request, generated, task.token_ids.size).profile(num_new_pages, kind.most)
 
     def _growth(self, request: Request, generated: int, start: int) -> Growth:
         size = self.running.cache.page_size
@@ -151,26 +191,25 @@ class LookAhead:
 
     def usage(self) -> Float64:
         """Forecast pages in use at each step to come, with what the step being built admits."""
-        return self._usage().curve.copy()
+        return self._forecast()[0].curve.curve.copy()
 
     def forecast(self) -> Forecast:
-        usage = self._usage()
-        return Forecast(steps=usage.curve.size, pages=sample_evenly(usage, SHOWN), limit=self._limit)
+        kind = self._forecast()[0]
+        return Forecast(steps=kind.curve.curve.size, pages=sample_evenly(kind.curve, SHOWN), limit=kind.limit)
 
-    def _usage(self) -> UsageCurve:
-        if self._curve is None:
-            began = time.thread_time()
-            self._curve = self._forecast()
-            self._times.append((time.thread_time() - began) * 1e6)
-        return self._curve
-
-    def _forecast(self) -> UsageCurve:
+    def _forecast(self) -> list[PageKind]:
         """Forecast pages in use at each step from the one being built, if everything ends when expected."""
-        running = self.running
-        seqs = find_running_seqs(running)
-        if not seqs.size and not running.forking and not running.prefilling:  # a lone request should not wait for this
-            return UsageCurve(np.zeros(1))
-        return forecast_running(running, seqs, self._expect_ends(seqs))
+        if not self._is_current:
+            began = time.thread_time()
+            self._is_current = True
+            running = self.running
+            seqs = find_running_seqs(running)
+            is_idle = not seqs.size and not running.forking and not running.prefilling
+            ends = seqs if is_idle else self._expect_ends(seqs)
+            for kind in self._kinds:  # a lone request should not wait for this
+                kind.curve = UsageCurve(np.zeros(1)) if is_idle else kind.forecast(running, seqs, ends)
+            self._times.append((time.thread_time() - began) * 1e6)
+        return self._kinds
 
     def _expect_ends(self, seqs: Int32) -> Int32:
         """Expect the number of steps until each of the sequences ends, at least 1.

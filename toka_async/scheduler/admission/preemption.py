@@ -41,8 +41,8 @@ class Preemption:
         self.num_preemptions += 1
 
     def drop_idle_runs(self, order: Order, num_pages: int) -> None:
-        """Requeue computed prompts after `order` that no sequence uses, until `num_pages` are free."""
-        while self._running.cache.num_reclaimable < num_pages:
+        """Requeue computed prompts after `order` that no sequence uses, until sequences can grow by `num_pages`."""
+        while self._running.num_growable < num_pages:
             idle = self._find_youngest_idle()
             if idle is None or idle.task.order <= order:
                 return

@@ -12,20 +12,27 @@ from toka_async.arrays import Int32
 from toka_async.scheduler.cache.pages import PageChains, PagePool
 from toka_async.scheduler.cache.prefix_tree import Node, PrefixTree
 from toka_async.scheduler.cache.snapshots import SnapshotPool
+from toka_async.scheduler.cache.window_pool import WindowPool
 
 
 class PageCache:
-    """The pool, the prefix tree and the chains of one replica's KV cache, and snapshots of recurrent states.
+    """The pool, the prefix tree and the chains of one replica's KV cache, and what is kept beside pages of the tree.
 
-    epoch: new prompts share pages with those that were opened in the same epoch.
+    The spine of a prompt is its pages. Beside them are snapshots of recurrent states, or window pages, which can be
+    dropped: a prompt then begins at the last place where it finds what its next token needs.
+
+    epoch: new prompts share pages with those that were opened in the same epoch. windows: None: layers see all tokens.
     """
 
-    def __init__(self, num_pages: int, page_size: int, prefix: bool, num_snapshots: int = 0) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, prefix: bool, num_snapshots: int = 0, windows: WindowPool | None = None
+    ) -> None:
         self.page_size = page_size
         self.prefix = prefix
         self.pool = PagePool(num_pages)
         self.snapshots = SnapshotPool(num_snapshots)
-        self.tree = PrefixTree(page_size, self.snapshots.drop)
+        self.windows = windows
+        self.tree = PrefixTree(page_size, self._drop_beside)
         self.chains = PageChains(num_pages)
         self.epoch = 0
 
@@ -60,11 +67,25 @@ class PageCache:
         self.tree.acquire(nodes)
         return nodes
 
-    def find_snapshot(self, nodes: list[Node]) -> tuple[int, int]:
+    def insert(self, parent: Node | None, tokens: Int32, page: int, salt: int, epoch: int) -> Node | None:
+        """Add a page to the tree, see `PrefixTree.insert`."""
+        node = self.tree.insert(parent, tokens, page, salt, epoch)
+        if node is not None and self.windows is not None:
+            self.windows.enter_tree(page)
+        return node
+
+    def _drop_beside(self, node: Node) -> None:
+        self.snapshots.drop(node)
+        if self.windows is not None:
+            self.windows.leave_tree(node.page)
+
+    def find_start(self, nodes: list[Node]) -> tuple[int, int]:
         """Find how many of a prompt's nodes need not be computed, and the snapshot of the state behind them, or -1.
 
         A model without recurrent states needs none.
         """
+        if self.windows is not None:
+            return self.windows.count_usable(np.asarray([node.page for node in nodes], np.int32)), -1
         if not self.snapshots.num_snapshots:
             return len(nodes), -1
         for count in range(len(nodes), 0, -1):
@@ -76,6 +97,8 @@ class PageCache:
         """New prompts find nothing of earlier ones from now on. Owned pages stay with their owners."""
         self.epoch += 1
         self.snapshots.clear()
+        if self.windows is not None:
+            self.windows.clear()
         self.pool.give(self.tree.evict(self.tree.num_cached))
 
     def release(self, nodes: list[Node]) -> None:

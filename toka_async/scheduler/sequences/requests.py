@@ -137,6 +137,8 @@ class PromptRun:
     computes all of the prompt but its last token. Every sample then starts as a decoding row whose token is the
     prompt's last, on a copy of the page that is not full (`tail_page`). A model with recurrent states keeps the state
     that they start with in a snapshot, which the run holds until all have started.
+
+    window_first, window_end: the places of the pages whose window pages it holds, of a model with windows.
     """
 
     key: int
@@ -155,6 +157,8 @@ class PromptRun:
     closed: bool = False
     stopped: bool = False  # no more samples start from it
     epoch: int = 0  # of the prefix tree
+    window_first: int = 0
+    window_end: int = 0
     request: Request = field(init=False)
 
     def __post_init__(self) -> None:

@@ -15,6 +15,8 @@ import numpy as np
 from toka_async.arrays import Float64, Int32, group_places
 from toka_async.messages import Ready
 from toka_async.scheduler.cache.prefix_cache import PageCache
+from toka_async.scheduler.cache.window_pool import WindowPool
+from toka_async.scheduler.sequences.held_windows import HeldWindows
 from toka_async.scheduler.sequences.requests import Generated, PrefillTask, PromptRun, Top
 from toka_async.scheduler.sequences.sequence_table import SequenceTable, index
 from toka_async.scheduler.sequences.step_draft import StateSave
@@ -28,14 +30,18 @@ class RunningSet:
 
     rows: decoding sequences in the ranks' row order. prefilling: runs whose prompt is not all built into steps, in
     order. forking: computed runs with samples to start, in order. tops: sequence -> likeliest tokens, one entry for
-    each token, for sequences that want them.
+    each token, for sequences that want them. windows: None: all layers see all tokens.
     """
 
     def __init__(self, ready: Ready, prefix: bool) -> None:
         self.table = SequenceTable(2 * ready.max_seqs)
         self.log = TokenLog(self.table.capacity)
         self.tops: dict[int, list[Top]] = {}
-        self.cache = PageCache(ready.num_pages, ready.page_size, prefix, ready.num_snapshots)
+        windows = None
+        if ready.num_window_pages:
+            windows = WindowPool(ready.num_pages, ready.page_size, ready.num_window_pages, ready.window)
+        self.windows = None if windows is None else HeldWindows(windows, self.table)
+        self.cache = PageCache(ready.num_pages, ready.page_size, prefix, ready.num_snapshots, windows)
         self.rows = np.empty(0, np.int32)
         self.prefilling: dict[PromptRun, None] = {}
         self._sharing: dict[PromptRun, None] = {}  # runs of `prefilling` for several samples
@@ -58,6 +64,12 @@ class RunningSet:
         """Sequences and prompts that hold a slot."""
         return self.max_seqs - self._slots.size
 
+    @property
+    def num_growable(self) -> int:
+        """By how many pages sequences can grow."""
+        num_pages = self.cache.num_reclaimable
+        return num_pages if self.windows is None else min(num_pages, self.windows.pool.num_reclaimable)
+
     # ---- prompt runs
 
     def open(self, task: PrefillTask, fits: Callable[[PrefillTask, int], bool]) -> PromptRun | None:
@@ -77,10 +89,14 @@ class RunningSet:
         # Samples start from a state that the run holds, unless they start at the prompt's first token.
         holds_state = cache.snapshots.num_snapshots > 0 and to_compute > 0 and task.forks
         has_states = not holds_state or cache.snapshots.num_reclaimable > 0
-        if needed > cache.num_reclaimable or not has_states or not fits(task, needed + num_revived):
+        num_known, snapshot = cache.find_start(nodes)
+        known = np.asarray([node.page for node in nodes[:num_known]], dtype=np.int32)
+        computes = to_compute > known.size * cache.page_size
+        has_windows = self.windows is None or self.windows.can_begin(known, computes)
+        is_possible = needed <= cache.num_reclaimable and has_states and has_windows
+        if not is_possible or not fits(task, needed + num_revived):
             cache.release(nodes)
             return None
-        num_known, snapshot = cache.find_snapshot(nodes)
         new = cache.take(needed)
         pages = new[: num_full - len(nodes)]
         if nodes:
@@ -98,6 +114,8 @@ class RunningSet:
             begins_with=snapshot,
             saves=self._choose_saves(tokens.size, num_known, len(nodes)),
         )
+        if self.windows is not None:
+            self.windows.begin(run)
         if holds_state:
             run.snapshot = cache.snapshots.detach(nodes[-1]) if run.computed else cache.snapshots.take()
         self.runs[run.key] = run
@@ -184,13 +202,15 @@ class RunningSet:
         assert run.num_computed <= run.num_to_compute
         if run.seq >= 0:  # otherwise it starts at this position
             self.table.position[run.seq] += count
+        if self.windows is not None:
+            self.windows.extend(run)
         if not self.cache.prefix:
             return
         size = self.cache.page_size
         for i in range(len(run.nodes), min(run.num_computed // size, run.pages.size)):
             parent = run.nodes[-1] if run.nodes else None
             tokens = run.task.token_ids[i * size : (i + 1) * size]
-            node = self.cache.tree.insert(parent, tokens, int(run.pages[i]), run.request.submit.salt, run.epoch)
+            node = self.cache.insert(parent, tokens, int(run.pages[i]), run.request.submit.salt, run.epoch)
             if node is None:
                 return
             run.nodes.append(node)
@@ -198,6 +218,8 @@ class RunningSet:
     def finish_computing(self, run: PromptRun) -> None:
         """The whole prompt is built into steps: its sequence continues as the sample, or ends."""
         self._stop_computing(run)
+        if self.windows is not None:
+            self.windows.finish(run)
         seq, run.seq = run.seq, -1
         if run.task.sample < 0:
             self.table.alive[seq] = False
@@ -224,11 +246,9 @@ class RunningSet:
         samples = np.arange(request.next_sample, request.next_sample + count, dtype=np.int32)
         seqs = self._start([run], samples, run.request.prompt.size - 1)
         request.next_sample += count
-        copies = np.empty(0, np.int32)
-        if run.tail_page >= 0:
-            copies = self.cache.take(count)
-            self.cache.chains.append(self.table.head[seqs], copies)
-            self.table.head[seqs] = copies
+        if self.windows is not None:
+            self.windows.fork(run, seqs)
+        copies = self.grow(seqs) if run.tail_page >= 0 else np.empty(0, np.int32)
         if not run.num_pending:
             self.stop_forking(run)
         return seqs, copies
@@ -238,6 +258,8 @@ class RunningSet:
         run.stopped = True
         self.forking.remove(run)
         self._leave_snapshot(run)
+        if self.windows is not None:
+            self.windows.leave(run)
         if run.tail_page >= 0:
             self.cache.give(np.asarray([run.tail_page], np.int32))
             run.tail_page = -1
@@ -267,6 +289,8 @@ class RunningSet:
         if run.request.shared_run is run:
             run.request.shared_run = None
         self._leave_snapshot(run)
+        if self.windows is not None:
+            self.windows.leave(run)
         self.cache.give(run.own_pages())
         if run.nodes:
             self.cache.release(run.nodes)
@@ -286,6 +310,8 @@ class RunningSet:
         seqs = table.take(count)
         if self.log.count.size < table.capacity:
             self.log.resize(table.capacity)
+            if self.windows is not None:
+                self.windows.resize()
         where = index(seqs)
         table.slot[where] = self._slots[self._slots.size - count :]
         self._slots = self._slots[: self._slots.size - count]
@@ -314,6 +340,8 @@ class RunningSet:
         pages = self.cache.take(seqs.size)
         self.cache.chains.append(self.table.head[seqs], pages)
         self.table.head[seqs] = pages
+        if self.windows is not None:
+            self.windows.grow(seqs, pages)
         return pages
 
     def release(self, seqs: Int32) -> None:
@@ -325,10 +353,16 @@ class RunningSet:
         slots = table.slot[seqs]
         self.freed.append(slots)
         self._slots = np.concatenate([self._slots, slots])
+        counts = Counter(table.prompt_key[seqs].tolist())
+        if self.windows is not None:
+            self.windows.release(seqs)
+            for run in (self.runs[key] for key in counts):
+                if run.task.sample >= 0:  # it may compute its prompt
+                    self.windows.leave(run)
         self.cache.give(self.cache.chains.collect(table.head[seqs]))
         table.head[seqs] = -1
         table.holds[seqs] = False
-        for key, count in Counter(table.prompt_key[seqs].tolist()).items():
+        for key, count in counts.items():
             run = self.runs[key]
             run.num_seqs -= count
             if run.num_seqs == 0 and run.num_pending == 0:
@@ -349,6 +383,8 @@ class RunningSet:
         owned = [run.own_pages() for run in self.runs.values()]
         owned.append(self.cache.chains.collect(table.head[held]))
         self.cache.check(owned)
+        if self.windows is not None:
+            self.windows.check(self.runs.values(), held)
         self.cache.snapshots.check([run.snapshot for run in self.runs.values() if run.snapshot >= 0])
         for run in self.runs.values():
             assert run.num_seqs == int((table.prompt_key[held] == run.key).sum())

@@ -53,6 +53,12 @@ GAUGES: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "kv_cache_pages_used": ("pages that running sequences own", lambda s: s.pages_used),
     "kv_cache_pages_cached": ("pages of earlier prompts that nobody owns, free to take", lambda s: s.pages_cached),
     "kv_cache_pages": ("pages in all", lambda s: s.num_pages),
+    "window_pages_used": (
+        "pages of layers with a sliding window that running sequences see",
+        lambda s: s.window_pages_used,
+    ),
+    "window_pages_cached": ("of these layers, pages at pages of the prefix tree", lambda s: s.window_pages_cached),
+    "window_pages": ("of these layers, pages in all", lambda s: s.num_window_pages),
     "state_snapshots_used": (
         "recurrent states that prompts hold for samples that have not started",
         lambda s: s.snapshots_used,

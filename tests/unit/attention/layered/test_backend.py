@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toka_async.attention.base import AttentionBatch, ChunkRows, ChunkStates, PrefixGroup
+from toka_async.attention.base import AttentionBatch, ChunkRows, ChunkStates, PrefixGroup, WindowPages
 from toka_async.attention.build import BuiltAttention
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.layered.backend import LayeredCache, join_attention
@@ -78,6 +78,35 @@ def test_each_layer_goes_to_the_backend_of_its_shape() -> None:
     assert first.told[0] is second.told[0] is BATCH
 
 
+def test_layers_with_a_window_see_their_own_pages() -> None:
+    first, second, table = Part(1, 0), Part(2, 0), torch.zeros(2, 3, dtype=torch.int32)
+    batch = AttentionBatch(
+        num_decode=0,
+        query_lengths=np.zeros(0, np.int32),
+        context_lengths=np.zeros(0, np.int32),
+        contexts=table[0],
+        slots=table[0].long(),
+        page_table=table,
+        write_indices=table[0].long(),
+        windows=WindowPages(table + 1, table[0].long() + 5),
+    )
+    built = [BuiltAttention(part, part, mixed=part) for part in (first, second)]
+    joined = join_attention(built, LAYERS, [False, True])
+    assert joined.graphs is not None
+    assert joined.mixed is not None
+    joined.backend.plan(batch)
+    joined.graphs.plan_graph(batch, grouped=False)
+    joined.mixed.plan_mixed(batch, False, torch.zeros(4))
+    seen = [first.told[0], first.told[1][0], first.told[2][0]]
+    assert all(each is batch for each in seen)
+    for each in (second.told[0], second.told[1][0], second.told[2][0]):
+        assert bool((each.page_table == 1).all())
+        assert bool((each.write_indices == 5).all())
+    alone = join_attention(built[1:], [(0,)], [True]).backend
+    alone.plan(batch)
+    assert bool((second.told[-1].page_table == 1).all())
+
+
 def test_graphs_are_of_all_shapes_or_of_none() -> None:
     first, second = Part(1, 3), Part(2, 5)
     graphs = join(first, second).graphs
@@ -122,6 +151,10 @@ def test_pages_are_copied_and_given_back_in_all_shapes() -> None:
         part.keys[1][0] = 7.0
     cache.copy_pages(torch.tensor([0]), torch.tensor([2]))
     assert all(bool((part.keys[1][2] == 7).all()) and not part.keys[1][1].any() for part in parts)
+    parts[1].of_windows = True
+    cache.copy_pages(torch.tensor([2]), torch.tensor([1]), (torch.tensor([1]), torch.tensor([0])))
+    assert bool((parts[0].keys[1][1] == 7).all())
+    assert not parts[1].keys[1][:2].any()
     cache.release()
     cache.restore()
     assert not any(part.keys[1].any() for part in parts)

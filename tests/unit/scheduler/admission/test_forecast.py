@@ -10,6 +10,7 @@ from toka_async.scheduler.admission.forecast import (
     count_last_uses,
     forecast_own_pages,
     forecast_shared_pages,
+    forecast_window_pages,
     sample_evenly,
 )
 
@@ -39,6 +40,23 @@ def test_own_pages_equal_a_simulation(rows: list[tuple[int, int, int]], page_siz
     position, remaining, held = columns(rows)
     usage = forecast_own_pages(position, remaining, held, page_size, horizon)
     assert usage.tolist() == simulate(position, remaining, held, page_size, horizon)
+
+
+@given(rows=SEQUENCES, page_size=st.integers(1, 20), window=st.integers(1, 40), horizon=st.integers(1, 130))
+def test_window_pages_equal_a_simulation(
+    rows: list[tuple[int, int, int]], page_size: int, window: int, horizon: int
+) -> None:
+    """Of a row's pages of its own, those that the token of a step sees."""
+    position, remaining, num_shared = columns(rows)
+    num_shared = np.minimum(num_shared, position // page_size).astype(np.int32)
+    usage = forecast_window_pages(position, remaining, num_shared, window, page_size, horizon)
+
+    def count(i: int, step: int) -> int:
+        token = int(position[i]) + step
+        first = max(max(0, token - window + 1) // page_size, int(num_shared[i]))
+        return token // page_size - first + 1 if step < remaining[i] else 0
+
+    assert usage.tolist() == [sum(count(i, step) for i in range(len(rows))) for step in range(horizon)]
 
 
 @given(groups=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), max_size=10), horizon=st.integers(1, 40))

@@ -125,7 +125,7 @@ def test_a_waiting_prompt_is_held_beyond_every_running_sequence() -> None:
     driver.turn()
     driver.turn()
     assert driver.num_running == 4
-    assert driver.policy._usage().rest >= 10
+    assert driver.policy._forecast()[0].curve.rest >= 10
 
 
 def test_the_margin_grows_with_preemptions_and_fades() -> None:
