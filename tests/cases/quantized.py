@@ -67,7 +67,8 @@ def quantize_checkpoint(dense: Path, folder: Path, config: dict[str, Any], scale
     tensors = {}
     for name, tensor in load_file(dense / "model.safetensors").items():
         tensors[name] = tensor
-        if (name.endswith("_proj.weight") or ".experts." in name) and quantization.covers(name.removesuffix(".weight")):
+        is_matrix = name.endswith("weight") and ("_proj" in name or ".experts." in name)
+        if is_matrix and quantization.covers(name.removesuffix(".weight")):
             tile = (BLOCK, BLOCK) if by_block else (1, tensor.shape[1])
             tensors[name], found = quantize(tensor, *tile)
             tensors[name.replace("weight", quantization.scale_name)] = found.to(scales)

@@ -91,7 +91,7 @@ def test_families_of_other_layers(tmp_path: Path, family: str) -> None:
         assert attention.score_scale == pytest.approx(layer.self_attn.scaling)
         window = getattr(layer.self_attn, "sliding_window", None) or 0
         assert attention.window == (window if getattr(layer.self_attn, "is_sliding", True) else 0)
-        matrices = {matrix.fused or name: matrix for matrix in spec.list_matrices(number) for name in matrix.names}
+        matrices = {name: matrix for matrix in spec.list_matrices(number) for name in matrix.names}
         for name, matrix in matrices.items():
             linear = layer.get_submodule(name)
             assert matrix.bias == (linear.bias is not None)
@@ -149,5 +149,4 @@ def test_families_with_recurrent_layers(tmp_path: Path, family: str) -> None:
     assert spec.ropes[0].part == config.rope_parameters["partial_rotary_factor"]
     for number, layer in enumerate(layers):
         for matrix in spec.layers[number].list_mixer_matrices(spec.hidden_size):
-            names = {matrix.fused} if matrix.fused else {*matrix.names}
-            assert sum(layer.get_submodule(name).out_features for name in names) == matrix.num_outputs
+            assert sum(layer.get_submodule(name).out_features for name in {*matrix.names}) == matrix.num_outputs

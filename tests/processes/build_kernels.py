@@ -32,7 +32,7 @@ from toka_async.attention.try_out import TrialShape, make_batch
 from toka_async.kernels import few_rows, prefill
 from toka_async.kernels.append import append
 from toka_async.kernels.built import explain_unbuilt
-from toka_async.kernels.delta import chunks
+from toka_async.kernels.delta import chunks, convolution, step
 from toka_async.kernels.delta.layer import DeltaShape, DeltaWeights
 from toka_async.kernels.experts import few_tokens, routing
 from toka_async.kernels.experts.grouped import GroupedProducts
@@ -229,6 +229,8 @@ def build_states(dtype: str, key_heads: int, value_heads: int, key_dim: int, val
     )
     arch = triton.runtime.driver.active.get_current_target().arch
     chunks.has_tensor_memory = lambda _: arch == 100  # type: ignore[assignment]
+    for module in (convolution, step):
+        module.can_follow = lambda _: arch >= 90  # type: ignore[attr-defined]
     cells = torch.zeros(ops.count_cells(81, 1), dtype=torch.int32)
     for plan in (partial(ops.plan, batch), partial(ops.plan_mixed, batch, cells)):
         plan()

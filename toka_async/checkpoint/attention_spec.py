@@ -104,6 +104,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, tag="attention", kw_only=True):
         if not self.reads_back:
             value_name = "self_attn.k_proj" if self.values_are_keys else "self_attn.v_proj"
             names, outputs = (*names, "self_attn.k_proj", value_name), (*outputs, keys, values)
+        if self.fused:
+            names = (self.fused,) * len(names)
         return (
             MatrixSpec(
                 names=names,
@@ -112,7 +114,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, tag="attention", kw_only=True):
                 split="outputs",
                 bias=self.bias,
                 format=format,
-                fused=self.fused,
+                fused=bool(self.fused),
             ),
             MatrixSpec(
                 names=("self_attn.o_proj",),

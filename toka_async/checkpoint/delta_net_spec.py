@@ -18,7 +18,8 @@ class DeltaNetSpec(msgspec.Struct, frozen=True, tag="delta_net", kw_only=True):
     """Value heads with a state [key_dim, value_dim] each; consecutive ones share a key head.
 
     width: tokens that the short convolution sees. by_head: the checkpoint has the projections of each key head and its
-    value heads together (Qwen3-Next); otherwise in four matrices, with all heads' queries first (Qwen3.5).
+    value heads together (Qwen3-Next); otherwise in four matrices, with all heads' queries first (Qwen3.5). Either way a
+    rank's rows are those of all queries, keys, values, then z, b and a.
     """
 
     num_key_heads: int
@@ -63,48 +64,26 @@ class DeltaNetSpec(msgspec.Struct, frozen=True, tag="delta_net", kw_only=True):
         return keys, keys, Units(self.num_value_heads, self.value_dim)
 
     def list_matrices(self, hidden_size: int, format: str) -> tuple[MatrixSpec, ...]:
-        """Returns what is convolved, the output's gate z, the gates b and a, and the output.
+        """Returns what is convolved with the output's gate z, the gates b and a, and the output.
 
-        By head, z is part of the first. Gates are few, and a state depends on them for long: they are never quantized.
+        Gates are few, and a state depends on them for long: they are never quantized.
         """
-        hidden, values = Units(hidden_size), self.channels[-1]
-        output = MatrixSpec(
-            names=("linear_attn.out_proj",), outputs=(hidden,), inputs=values, split="inputs", format=format
-        )
-        if not self.by_head:
-            return (
-                MatrixSpec(
-                    names=("linear_attn.in_proj_qkv",) * 3,
-                    outputs=self.channels,
-                    inputs=hidden,
-                    split="outputs",
-                    format=format,
-                    fused="linear_attn.in_proj_qkv",
-                ),
-                MatrixSpec(
-                    names=("linear_attn.in_proj_z",), outputs=(values,), inputs=hidden, split="outputs", format=format
-                ),
-                MatrixSpec(
-                    names=("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
-                    outputs=(Units(self.num_value_heads),) * 2,
-                    inputs=hidden,
-                    split="outputs",
-                ),
-                output,
-            )
-        group = self.num_value_heads // self.num_key_heads
+        hidden, values, heads = Units(hidden_size), self.channels[-1], Units(self.num_value_heads)
+        names: tuple[str, ...] = ("linear_attn.in_proj_qkv",) * 3 + ("linear_attn.in_proj_z",)
+        outputs: tuple[Units, ...] = (*self.channels, values)
+        gate_names: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
+        gates: tuple[Units, ...] = (heads, heads)
+        if self.by_head:
+            group = self.num_value_heads // self.num_key_heads
+            names, gate_names = ("linear_attn.in_proj_qkvz",), ("linear_attn.in_proj_ba",)
+            outputs = (self._pack(self.key_dim, self.key_dim, group * self.value_dim, group * self.value_dim),)
+            gates = (self._pack(group, group),)
         return (
+            MatrixSpec(names=names, outputs=outputs, inputs=hidden, split="outputs", format=format, fused=True),
+            MatrixSpec(names=gate_names, outputs=gates, inputs=hidden, split="outputs"),
             MatrixSpec(
-                names=("linear_attn.in_proj_qkvz",),
-                outputs=(self._pack(self.key_dim, self.key_dim, group * self.value_dim, group * self.value_dim),),
-                inputs=hidden,
-                split="outputs",
-                format=format,
+                names=("linear_attn.out_proj",), outputs=(hidden,), inputs=values, split="inputs", format=format
             ),
-            MatrixSpec(
-                names=("linear_attn.in_proj_ba",), outputs=(self._pack(group, group),), inputs=hidden, split="outputs"
-            ),
-            output,
         )
 
     def _pack(self, *sizes: int) -> Units:

@@ -11,7 +11,7 @@ from toka_async.checkpoint.attention_spec import AttentionSpec
 from toka_async.checkpoint.delta_net_spec import DeltaNetSpec
 from toka_async.checkpoint.experts_spec import ExpertsFeedSpec
 from toka_async.checkpoint.foreign_spec import ForeignAttentionSpec, ForeignFeedSpec
-from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
+from toka_async.checkpoint.matrix_spec import MatrixSpec, Units, join_alike
 
 
 class DenseFeedSpec(msgspec.Struct, frozen=True, tag="dense"):
@@ -41,13 +41,13 @@ class DenseFeedSpec(msgspec.Struct, frozen=True, tag="dense"):
         hidden, inner = Units(hidden_size), Units(self.inner)
         return (
             MatrixSpec(
-                names=("mlp.gate_proj", "mlp.up_proj"),
+                names=(self.fused,) * 2 if self.fused else ("mlp.gate_proj", "mlp.up_proj"),
                 outputs=(inner, inner),
                 inputs=hidden,
                 split="outputs",
                 bias=self.bias,
                 format=format,
-                fused=self.fused,
+                fused=bool(self.fused),
             ),
             MatrixSpec(
                 names=("mlp.down_proj",), outputs=(hidden,), inputs=inner, split="inputs", bias=self.bias, format=format
@@ -121,7 +121,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
     exempt: tuple[str, ...] = ()  # names of matrices that are dense in any case
 
     def list_mixer_matrices(self, hidden_size: int) -> tuple[MatrixSpec, ...]:
-        return self._choose_formats(*self.mixer.list_matrices(hidden_size, self.format))
+        return join_alike(self._choose_formats(*self.mixer.list_matrices(hidden_size, self.format)))
 
     def list_feed_matrices(self, hidden_size: int) -> tuple[MatrixSpec, ...]:
         return self._choose_formats(*self.feed.list_matrices(hidden_size, self.format))

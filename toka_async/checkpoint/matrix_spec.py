@@ -6,7 +6,8 @@ no torch and no families.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import groupby
 from typing import Literal
 
 import msgspec
@@ -46,8 +47,8 @@ class Units(msgspec.Struct, frozen=True):
 class MatrixSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Matrices of a checkpoint that have one input, multiplied as one matrix with their outputs side by side.
 
-    fused: the checkpoint has all of them as one tensor of this name; empty: each by itself. Neighbours of one name are
-    made of the same tensor, each in its order.
+    Neighbours of one name are made of the same tensor. fused: it has their rows one after the other; otherwise each of
+    them is all of it, in an order of its own.
     """
 
     names: tuple[str, ...]  # of each in its layer, without what follows the last point: "self_attn.q_proj"
@@ -56,7 +57,7 @@ class MatrixSpec(msgspec.Struct, frozen=True, kw_only=True):
     split: Literal["outputs", "inputs"]  # the side that tensor ranks divide
     bias: bool = False
     format: str = "dense"  # a key of WEIGHT_BYTES
-    fused: str = ""
+    fused: bool = False
 
     @property
     def num_outputs(self) -> int:
@@ -94,3 +95,16 @@ class MatrixSpec(msgspec.Struct, frozen=True, kw_only=True):
     def list_products(self, num_tokens: int) -> tuple[int, int]:
         """Returns the number of plain products that so many tokens take, and the rows of each."""
         return 1, num_tokens
+
+
+def join_alike(matrices: Iterable[MatrixSpec]) -> tuple[MatrixSpec, ...]:
+    """Makes one matrix of neighbours that have the same input and format."""
+    groups = groupby(matrices, lambda matrix: (matrix.inputs, matrix.split, matrix.bias, matrix.format))
+    return tuple(_join(list(group)) for _, group in groups)
+
+
+def _join(matrices: list[MatrixSpec]) -> MatrixSpec:
+    names = tuple(name for matrix in matrices for name in matrix.names)
+    outputs = tuple(units for matrix in matrices for units in matrix.outputs)
+    fused = any(matrix.fused for matrix in matrices)
+    return msgspec.structs.replace(matrices[0], names=names, outputs=outputs, fused=fused)

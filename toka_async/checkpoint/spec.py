@@ -252,7 +252,8 @@ def _quantize(spec: ModelSpec, quantization: Quantization | None) -> ModelSpec:
     """Gives the layers their weight format."""
     if quantization is None:
         return spec
-    layers = []
+    layers = [msgspec.structs.replace(layer, format=quantization.format) for layer in spec.layers]
+    spec = msgspec.structs.replace(spec, layers=tuple(layers))
     for index, layer in enumerate(spec.layers):
         exempt: list[str] = []
         for matrix in spec.list_matrices(index):
@@ -263,7 +264,7 @@ def _quantize(spec: ModelSpec, quantization: Quantization | None) -> ModelSpec:
                     f"{', '.join(matrix.names)} are; they are multiplied as one matrix, so they must be alike"
                 )
             exempt += names
-        layers.append(msgspec.structs.replace(layer, format=quantization.format, exempt=tuple(exempt)))
+        layers[index] = msgspec.structs.replace(layer, exempt=tuple(exempt))
     return msgspec.structs.replace(spec, layers=tuple(layers))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from toka_async.model.attention import Rotation
 from toka_async.model.comm import Comm
 from toka_async.model.layers import InputNorm
 from toka_async.model.matrices.build import build_matrix
-from toka_async.model.matrices.matrix import Matrix, MatrixUse
+from toka_async.model.matrices.matrix import MatrixUse
 from toka_async.model.matrices.ops import Ops
 from toka_async.model.matrices.part import WeightPart, make_unset
 from toka_async.model.matrices.share import JoinedShare, share_of, share_units, whole_of
@@ -32,9 +31,10 @@ class DeltaNet(nn.Module):
         mixer = spec.layers[number].mixer
         assert isinstance(mixer, DeltaNetSpec)
         self.index = index
-        *projections, output = spec.layers[number].list_mixer_matrices(spec.hidden_size)
-        # Of queries, keys and values, of z if it is not among these, and of the gates b and a.
-        self.projections = nn.ModuleList(cast(nn.Module, build_matrix(each, comm, ops)) for each in projections)
+        inputs, *gates, output = spec.layers[number].list_mixer_matrices(spec.hidden_size)
+        self.inputs = build_matrix(inputs, comm, ops)
+        # Of b and a, where the inputs are quantized and so have none.
+        self.gates = build_matrix(gates[0], comm, ops) if gates else None
         self.output = build_matrix(output, comm, ops)
         self.channels = [share_units(units, comm) for units in mixer.channels]
         self.heads = share_of(mixer.num_value_heads, comm)
@@ -56,26 +56,27 @@ class DeltaNet(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Returns what each token reads from its row's state, [t, values]. See `Mixer`."""
         assert isinstance(backend, StateBackend)
-        normed, residual = norm(hidden, residual)
-        num_tokens = len(rotation.cos)
-        projected, *others = (
-            layout.trim(layout.column(matrix.take(normed), matrix), num_tokens) for matrix in self.list_projections()
-        )
-        inputs, z = projected.tensor_split([len(self.convolution)], dim=1)
-        *own_z, gates = others
+        num_tokens, sizes = len(rotation.cos), [len(self.convolution), self.output.shape[1], 2 * self.heads.size]
+        if self.gates is None:
+            rows, residual = norm.prepare(hidden, residual, self.inputs, layout)
+            inputs, z, gates = torch.split(layout.trim(layout.column(rows, self.inputs), num_tokens), sizes, dim=1)
+        else:
+            normed, residual = norm(hidden, residual)
+            rows = self.inputs.take(normed)
+            inputs, z = torch.split(layout.trim(layout.column(rows, self.inputs), num_tokens), sizes[:2], dim=1)
+            gates = layout.trim(layout.column(self.gates.take(normed), self.gates), num_tokens)
         weights = DeltaWeights(self.convolution, self.log_decay, self.time_bias, self.norm, self.eps)
-        return backend.states.compute(self.index, inputs, own_z[0] if own_z else z, gates, weights), residual
+        return backend.states.compute(self.index, inputs, z, gates, weights), residual
 
-    def list_projections(self) -> list[Matrix]:
-        return cast(list[Matrix], list(self.projections))
-
-    def uses(self, normed: bool) -> Iterator[MatrixUse]:  # noqa: ARG002
-        for matrix in self.list_projections():
-            yield MatrixUse(matrix)
+    def uses(self, normed: bool) -> Iterator[MatrixUse]:
+        yield MatrixUse(self.inputs, normed=normed and self.gates is None)
+        if self.gates is not None:
+            yield MatrixUse(self.gates)
 
     def parts(self) -> Iterator[tuple[str, WeightPart]]:
-        for matrix in (*self.list_projections(), self.output):
-            yield from matrix.parts()
+        for matrix in (self.inputs, self.gates, self.output):
+            if matrix is not None:
+                yield from matrix.parts()
         width = whole_of(self.convolution.shape[1])
         convolution, channels = self.convolution.data[:, None], JoinedShare(tuple(self.channels))
         yield "linear_attn.conv1d.weight", WeightPart(convolution, (channels, whole_of(1), width))

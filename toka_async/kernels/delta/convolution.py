@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.delta.layer import DeltaShape, StepChunks
+from toka_async.kernels.pdl import can_follow, follow
 
 _TOKENS = 16  # of a program, where rows have several
 _CHANNELS = 128  # of a program that keeps inputs
@@ -41,6 +42,7 @@ def convolve(
     assert weights.is_contiguous()
     if num_tokens:
         tokens = 1 if offsets is None else _TOKENS
+        pdl = offsets is None and can_follow(projected)
         _convolve[triton.cdiv(num_tokens, tokens), 2 * shape.num_key_heads + shape.num_value_heads](
             projected,
             projected.stride(0),
@@ -62,7 +64,9 @@ def convolve(
             width=shape.width,
             eps=NORM_EPS,
             tokens=tokens,
+            pdl=pdl,
             num_warps=1 if offsets is None else 4,
+            launch_pdl=pdl,
         )
     return convolved
 
@@ -89,8 +93,10 @@ def _convolve(
     width: tl.constexpr,
     eps: tl.constexpr,
     tokens: tl.constexpr,
+    pdl: tl.constexpr,
 ):
     """One program convolves one head of some tokens."""
+    follow(pdl)
     token = tl.program_id(0).to(tl.int64) * tokens + tl.arange(0, tokens)
     head = tl.program_id(1)
     column = tl.arange(0, dim_pad)

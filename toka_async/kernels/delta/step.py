@@ -12,6 +12,7 @@ from torch import Tensor
 
 from toka_async.kernels.delta.layer import DeltaShape, DeltaWeights
 from toka_async.kernels.delta.norm import norm_gated, norm_outputs
+from toka_async.kernels.pdl import can_follow, follow
 
 # As measured on an H200 with heads of 128: up to so many rows a whole head is as fast as columns of it.
 _FEW_ROWS = 16
@@ -41,6 +42,7 @@ def step_states(
     if len(z):
         value_pad = triton.next_power_of_2(shape.value_dim)
         columns = value_pad if len(z) <= _FEW_ROWS else min(_COLUMNS, value_pad)
+        pdl = can_follow(z)
         _step[len(z), shape.num_value_heads, triton.cdiv(shape.value_dim, columns)](
             convolved,
             z,
@@ -63,7 +65,9 @@ def step_states(
             columns=columns,
             norms=columns == value_pad,
             eps=weights.eps,
+            pdl=pdl,
             num_warps=4,
+            launch_pdl=pdl,
         )
         if columns < value_pad:
             norm_outputs(output, z, None, weights.norm, weights.eps, output)
@@ -92,6 +96,7 @@ def _step(
     columns: tl.constexpr,
     norms: tl.constexpr,
     eps: tl.constexpr,
+    pdl: tl.constexpr,
 ):
     """One program advances some columns of one head of a row."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -99,15 +104,18 @@ def _step(
     key_head = head // (value_heads // key_heads)
     i, j = tl.arange(0, key_pad), tl.program_id(2) * columns + tl.arange(0, columns)
     in_key, in_value = i < key_dim, j < value_dim
+    place = states + slot * state_stride + head * key_dim * value_dim + i[:, None] * value_dim + j[None, :]
+    has_state = (in_key[:, None] & in_value[None, :]) & (slot != padding)
+    # The last step wrote it. Kernels that do not start early, such as the embedding's, have waited for that since.
+    state = tl.load(place, mask=has_state, other=0.0)
+    follow(pdl)
     num_channels: tl.constexpr = 2 * key_heads * key_dim + value_heads * value_dim
     of_row = convolved + row * num_channels
     query = tl.load(of_row + key_head * key_dim + i, mask=in_key, other=0.0).to(tl.float32)
     key = tl.load(of_row + (key_heads + key_head) * key_dim + i, mask=in_key, other=0.0).to(tl.float32)
     value = tl.load(of_row + 2 * key_heads * key_dim + head * value_dim + j, mask=in_value, other=0.0).to(tl.float32)
     beta, decay = load_rates(gates + row * gate_stride, log_decay, time_bias, head, value_heads)
-    place = states + slot * state_stride + head * key_dim * value_dim + i[:, None] * value_dim + j[None, :]
-    has_state = (in_key[:, None] & in_value[None, :]) & (slot != padding)
-    state = tl.load(place, mask=has_state, other=0.0) * tl.exp(decay)
+    state *= tl.exp(decay)
     learned = beta * (value - tl.sum(state * key[:, None], 0))
     state += key[:, None] * learned[None, :]
     tl.store(place, state, mask=has_state)

@@ -124,7 +124,7 @@ class Fp8Matrix(nn.Module):
     def parts(self) -> Iterator[tuple[str, WeightPart]]:
         for piece in list_pieces(self.spec, self.outputs):
             rows, values = piece.rows, self.weight.data[piece.rows]
-            blocks = slice((rows.start or 0) // BLOCK, (rows.stop or len(values)) // BLOCK)
+            blocks = slice(rows.start // BLOCK, rows.stop // BLOCK)
             scales = self.scales.data[blocks] if self.by_block else self.scales.data[rows, None]
             yield from list_scaled_parts(
                 self.quantization, piece.name, values, scales, piece.share, self.inputs, piece.order

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -30,17 +30,17 @@ class MatrixPiece:
 
 def list_pieces(spec: MatrixSpec, outputs: Sequence[Share]) -> Iterator[MatrixPiece]:
     """outputs: the rank's part of each of the checkpoint's matrices."""
-    orders = [_order_rows(units, share.size) for units, share in zip(spec.outputs, outputs, strict=True)]
-    starts = [sum(share.size for share in outputs[:index]) for index in range(len(outputs))]
-    if spec.fused:
-        whole = torch.cat([start + order for start, order in zip(starts, orders, strict=True)])
-        yield MatrixPiece(spec.fused, slice(None), JoinedShare(tuple(outputs)), _simplify(whole))
-        return
-    index = 0
+    index = start = 0
     for name, group in groupby(spec.names):
         own = slice(index, index := index + len(list(group)))
-        rows = slice(starts[own.start], starts[own.start] + sum(share.size for share in outputs[own]))
-        yield MatrixPiece(name, rows, outputs[own.start], _simplify(torch.cat(orders[own])))
+        shares = outputs[own]
+        orders = [_order_rows(units, share.size) for units, share in zip(spec.outputs[own], shares, strict=True)]
+        if spec.fused:
+            firsts = accumulate((share.size for share in shares), initial=0)
+            orders = [first + order for first, order in zip(firsts, orders, strict=False)]
+        rows = slice(start, start := start + sum(share.size for share in shares))
+        share = JoinedShare(tuple(shares)) if spec.fused else shares[0]
+        yield MatrixPiece(name, rows, share, _simplify(torch.cat(orders)))
 
 
 def _order_rows(units: Units, num_rows: int) -> Tensor:
