@@ -157,7 +157,7 @@ def make_plan(config: Config, memory: int) -> CapacityPlan:
     check_division(spec, config.parallel.pp, config.parallel.tp)
     dtype: torch.dtype = getattr(torch, spec.dtype if config.model.dtype == "auto" else config.model.dtype)
     asked = resolve_limits(config.model, config.schedule, spec, "cuda")
-    spec = spec.fit_context(asked.max_context)
+    spec = spec.fit_context(asked.max_context).store_states(config.cache.state_dtype)
     stages = make_stages(spec, config.parallel, dtype, resolve_stored_dtype(config.cache, dtype))
     usable = int(config.cache.memory_fraction * memory) - compute_spare_bytes(memory)
     for index, stage in enumerate(stages):

@@ -67,7 +67,8 @@ def fake_graphs(monkeypatch: pytest.MonkeyPatch, plain_kernels: None) -> FakeGra
             DecodePass, method, lambda self, *args: graphs.capturable(partial(computes, self), name)(*args)
         )
 
-    for method, name in {"_decode": "step", "_draw": "plain", "_draw_full": "full", "_keep_hidden": "torch"}.items():
+    links = {"_draw": "plain", "_compute_logits": "logits", "_draw_edited": "full", "_keep_hidden": "torch"}
+    for method, name in {"_decode": "step", "_draw_full": "full", **links}.items():
         make_capturable(method, name)
     begin = MixedPass._begin
     monkeypatch.setattr(MixedPass, "_begin", lambda self, size: graphs.capturable(partial(begin, self), "mixed")(size))

@@ -34,10 +34,15 @@ def make_weights(shape: DeltaShape, dtype: torch.dtype, device: torch.device, se
 
 
 def make_cache(
-    shape: DeltaShape, dtype: torch.dtype, device: torch.device, num_layers: int = 2, num_snapshots: int = 3
+    shape: DeltaShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_layers: int = 2,
+    num_snapshots: int = 3,
+    stored: torch.dtype = torch.float32,
 ) -> StateCache:
     """A cache whose states are random, that of padding included."""
-    cache = StateCache(shape, num_layers, MAX_SEQS, num_snapshots, dtype, device)
+    cache = StateCache(shape, num_layers, MAX_SEQS, num_snapshots, dtype, device, stored=stored)
     generator = torch.Generator().manual_seed(5)
     cache.recurrent.copy_(torch.randn(cache.recurrent.shape, generator=generator))
     cache.inputs.copy_(torch.randn(cache.inputs.shape, generator=generator))

@@ -213,10 +213,12 @@ def build_sampling(dtype: str, vocab: int) -> str:
     return "all"
 
 
-def build_states(dtype: str, key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> str:
+def build_states(
+    dtype: str, key_heads: int, value_heads: int, key_dim: int, value_dim: int, stored: str = "float32"
+) -> str:
     """Builds what recurrent layers compute, in steps of rows that decode and chunks of prompts."""
     kind, shape = getattr(torch, dtype), DeltaShape(key_heads, value_heads, key_dim, value_dim, width=4)
-    cache = StateCache(shape, 1, max_seqs=2, num_snapshots=1, dtype=kind, device=CPU)
+    cache = StateCache(shape, 1, max_seqs=2, num_snapshots=1, dtype=kind, device=CPU, stored=getattr(torch, stored))
     ops, heads = TritonStateOps(cache), torch.zeros(value_heads)
     weights = DeltaWeights(
         torch.zeros(shape.num_channels, 4, dtype=kind), heads, heads, torch.zeros(value_dim, dtype=kind), 1e-6

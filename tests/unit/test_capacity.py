@@ -127,6 +127,18 @@ def test_states_are_planned_to_the_byte(tmp_path: Path) -> None:
         assert sum(rank.states for rank in plan.ranks) > 0
 
 
+def test_states_of_16_bits_take_half(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "qwen3_5_text", linear_value_head_dim=256)
+    plans = [make_plan(configure(model, f"cache.state_dtype={each}"), 8 * GIB) for each in ("float32", "bfloat16")]
+    (plain,), (rounded,) = (plan.ranks for plan in plans)
+    first, *others = plans[0].spec.recurrences
+    numbers = first.num_value_heads * first.key_dim * first.value_dim * (1 + len(others))
+    max_seqs = plans[0].limits.max_seqs
+    num_states = max_seqs + 1 + resolve_num_snapshots(plans[0].config.cache, plans[0].spec, max_seqs)
+    assert plain.states - rounded.states == 2 * numbers * num_states
+    assert "states in bfloat16;" in next(plan_lines(plans[1]))
+
+
 def test_a_cache_in_fp8_holds_more(model: Path) -> None:
     plain, small = (
         make_plan(configure(model, "model.dtype=bfloat16", *more), 8 * GIB) for more in ([], ["cache.dtype=fp8"])

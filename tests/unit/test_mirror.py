@@ -38,7 +38,6 @@ COVERED = {
     "parity/test_decoder.py": [
         "kernels/activation",
         "model/attention",
-        "model/delta_net",
         "model/layers",
         "model/mixer",
     ],

@@ -63,7 +63,7 @@ def measure(options: argparse.Namespace, config: Config) -> StepResult:
         if (size := getattr(config.parallel, name)) > 1:
             raise BenchError(f"parallel.{name}={size}: one rank alone is measured; use 1")
     model_dir = resolve_model(config.model.path, weights=config.model.load == "weights")
-    spec = read_model(model_dir, config.model, config.parallel)
+    spec = read_model(model_dir, config.model, config.parallel).store_states(config.cache.state_dtype)
     # A rank's process does this too, before torch loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

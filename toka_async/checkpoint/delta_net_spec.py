@@ -6,12 +6,14 @@ Knows no torch and no files.
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Literal
 
 import msgspec
 
 from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
 
-STATE_BYTES = 4  # of a number of a state: it is a sum over all tokens
+StateDtype = Literal["float32", "bfloat16", "float16"]
+STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class DeltaNetSpec(msgspec.Struct, frozen=True, tag="delta_net", kw_only=True):
@@ -19,7 +21,8 @@ class DeltaNetSpec(msgspec.Struct, frozen=True, tag="delta_net", kw_only=True):
 
     width: tokens that the short convolution sees. by_head: the checkpoint has the projections of each key head and its
     value heads together (Qwen3-Next); otherwise in four matrices, with all heads' queries first (Qwen3.5). Either way a
-    rank's rows are those of all queries, keys, values, then z, b and a.
+    rank's rows are those of all queries, keys, values, then z, b and a. state_dtype: in which states are stored; they
+    are computed in float32.
     """
 
     num_key_heads: int
@@ -28,6 +31,7 @@ class DeltaNetSpec(msgspec.Struct, frozen=True, tag="delta_net", kw_only=True):
     value_dim: int
     width: int
     by_head: bool
+    state_dtype: StateDtype = "float32"
 
     @property
     def num_channels(self) -> int:
@@ -37,7 +41,7 @@ class DeltaNetSpec(msgspec.Struct, frozen=True, tag="delta_net", kw_only=True):
     def count_state_bytes(self, itemsize: int) -> int:
         """Counts the bytes that a sequence keeps in the layer. itemsize: of a value of the model's dtype."""
         state = self.num_value_heads * self.key_dim * self.value_dim
-        return state * STATE_BYTES + self.num_channels * (self.width - 1) * itemsize
+        return state * STATE_BYTES[self.state_dtype] + self.num_channels * (self.width - 1) * itemsize
 
     def count_flops(self) -> int:
         """Counts the operations of a token with the states: what its key finds, what it adds, what its query reads."""

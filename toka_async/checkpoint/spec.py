@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from toka_async.checkpoint.attention_spec import AttentionSpec
-from toka_async.checkpoint.delta_net_spec import DeltaNetSpec
+from toka_async.checkpoint.delta_net_spec import DeltaNetSpec, StateDtype
 from toka_async.checkpoint.experts_spec import CLAMPED_SWIGLU, SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertsFeedSpec
 from toka_async.checkpoint.families import FAMILIES, TEXT_PARTS, ExpertsFamily, Family
 from toka_async.checkpoint.json_file import JsonFile, ModelError
@@ -132,6 +132,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
         layers = (
             msgspec.structs.replace(layer, mixer=fit(layer.mixer)) if isinstance(layer.mixer, AttentionSpec) else layer
+            for layer in self.layers
+        )
+        return msgspec.structs.replace(self, layers=tuple(layers))
+
+    def store_states(self, dtype: StateDtype) -> ModelSpec:
+        """Returns the model with the states of recurrent layers stored in a type."""
+        layers = (
+            msgspec.structs.replace(layer, mixer=msgspec.structs.replace(layer.mixer, state_dtype=dtype))
+            if isinstance(layer.mixer, DeltaNetSpec)
+            else layer
             for layer in self.layers
         )
         return msgspec.structs.replace(self, layers=tuple(layers))

@@ -343,6 +343,13 @@ class CacheConfig(Section, frozen=True, kw_only=True):
         bool, Meta(description="on a GPU: place the cache so that its memory can be given back while the engine sleeps")
     ] = False
     prefix: Annotated[bool, Meta(description="reuse the cached pages of earlier prompts (prefix caching)")] = True
+    state_dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"],
+        Meta(
+            description="type of stored states of recurrent layers, which are computed in float32; 16 bits halve what "
+            "a sequence keeps and a step of decoding reads, and round each state after each step"
+        ),
+    ] = "float32"
     num_snapshots: Annotated[
         Count | Auto,
         Meta(

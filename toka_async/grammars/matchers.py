@@ -88,6 +88,7 @@ class RowMatchers:
         self._executor: LLExecutor | None = None  # threads are started when they are needed
         self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
         self._num_compiled = 0
+        self._admitted: dict[int, GrammarRow] = {}  # that have not started
         self._rows: dict[int, MatchedRow] = {}
         self._has_row: Bool = np.zeros(max_seqs, np.bool_)
         self._original: Int32 = np.zeros(max_seqs, np.int32)  # by slot, of those that have a row
@@ -96,28 +97,33 @@ class RowMatchers:
         self.num_words = -(-vocabulary.num_tokens // WORD)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._rows) + len(self._admitted)
 
     def free(self, slots: Int32) -> None:
         """Forgets the slots' rows, if they have a grammar."""
-        if self._rows:
-            for slot in slots[self._has_row[slots]].tolist():
+        for slot in slots[self._has_row[slots]].tolist():
+            if self._admitted.pop(slot, None) is None:
                 del self._rows[slot]
-                self._has_row[slot] = False
+            self._has_row[slot] = False
 
     def admit(self, rows: Sequence[GrammarRow]) -> None:
-        """Takes new rows. A grammar's first one compiles it. The slots are free."""
+        """Takes new rows; the slots are free. They start when they are asked for: a grammar's first one compiles it."""
         for row in rows:
-            started = self._rows[row.slot] = self._start(row)
+            self._admitted[row.slot] = row
             self._has_row[row.slot] = True
-            self._original[row.slot] = started.original
+
+    def has_any(self, slots: Int32) -> bool:
+        """Whether a row of these has a grammar."""
+        return bool(self._has_row[slots].any())
 
     def find(self, slots: Int32) -> Int64:
         """Finds the places of rows with a grammar; those of one original are neighbours."""
+        self._start_admitted()
         places = np.flatnonzero(self._has_row[slots])
         return places[np.argsort(self._original[slots[places]], kind="stable")]
 
     def take(self, slots: Int32) -> list[MatchedRow]:
+        self._start_admitted()
         return [self._rows[slot] for slot in slots.tolist()]
 
     def advance(self, rows: Sequence[MatchedRow], token_ids: Int32) -> None:
@@ -168,6 +174,12 @@ class RowMatchers:
         np.bitwise_and.at(held, words, ~bits)
         if held.any():
             mask[:] = held
+
+    def _start_admitted(self) -> None:
+        for slot, row in self._admitted.items():
+            started = self._rows[slot] = self._start(row)
+            self._original[slot] = started.original
+        self._admitted.clear()
 
     def _start(self, given: GrammarRow) -> MatchedRow:
         try:

@@ -69,7 +69,8 @@ class DecodePass:
         self.fill(max(sizes))
         ends: dict[str, DecodeEnd] = {}
         if self.sampler is not None:
-            ends = {Route.PLAIN: self._draw, Route.FULL: self._draw_full, Route.TORCH: self._keep_hidden}
+            full = (self._draw_full,) if self.sampler.is_shared else (self._compute_logits, self._draw_edited)
+            ends = {Route.PLAIN: (self._draw,), Route.FULL: full, Route.TORCH: (self._keep_hidden,)}
         graphs = DecodeGraphs(self._decode, ends, self._attention, sizes, grouped)
         with torch.inference_mode():
             yield from graphs.capture()
@@ -109,7 +110,7 @@ class DecodePass:
         """Returns the rows' next tokens, or on a stage that does not sample their residuals [n, hidden].
 
         They are in the graph's memory, up to the next replay. residuals: [n, hidden], on a stage that is not the first.
-        before_draw: called when the model is launched and the draw is not.
+        before_draw: called when the model is launched, with the logits if it can be, and the draw is not.
         """
         assert self.graphs is not None
         if residuals is not None:
@@ -168,11 +169,20 @@ class DecodePass:
         assert self.sampler is not None
         return self._draw_with(self.sampler.draw_full, *outputs)
 
+    def _compute_logits(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden, contexts = outputs
+        return self._model.logits(hidden), contexts
+
+    def _draw_edited(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        assert self.sampler is not None
+        return self._draw_with(self.sampler.draw_edited, *outputs)
+
     def _draw_with(
-        self, draw: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]], hidden: Tensor, contexts: Tensor
+        self, draw: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]], inputs: Tensor, contexts: Tensor
     ) -> tuple[Tensor, ...]:
-        slots = self._rows.on_device.order[: len(hidden)]
-        drawn = draw(hidden, slots, contexts)
+        """inputs: the rows' hidden states or logits, as `draw` takes them."""
+        slots = self._rows.on_device.order[: len(inputs)]
+        drawn = draw(inputs, slots, contexts)
         self._rows.on_device.set_sampled(slots, drawn[0])
         return drawn
 

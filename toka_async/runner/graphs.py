@@ -2,7 +2,8 @@
 
 A graph computes a fixed number of rows, filled up with padding, with or without shared prefixes. It reads and writes
 the tables of `DeviceRows` in place, so a replay needs no inputs. The ways to go on, the ends, are captured apart: a
-step replays the one that its rows need, and the model is captured once. Knows no requests and no messages.
+step replays the one that its rows need, and the model is captured once. An end of several links is a graph for each,
+so that the host can do something before the last. Knows no requests and no messages.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,8 +23,9 @@ from toka_async.attention.base import CapturedAttention, PrefixGroup
 
 # Computes a step of (rows, grouped). Returns tensors of as many rows.
 DecodeStep = Callable[[int, bool], tuple[Tensor, ...]]
-# Goes on from what a step returned. Returns tensors of as many rows.
-DecodeEnd = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+# Goes on from what a step, or the link before, returned. Returns tensors of as many rows.
+DecodeLink = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+DecodeEnd = Sequence[DecodeLink]
 
 
 @dataclass(slots=True)
@@ -33,19 +36,22 @@ class _Captured:
 
 @dataclass(slots=True)
 class _CapturedStep:
-    """A step, and its ends by name. The step's outputs are kept if it has no ends; these alone read them otherwise."""
+    """A step, and its ends by name. Outputs that the next link alone reads are not kept."""
 
     step: _Captured
-    ends: dict[str, _Captured]
+    ends: dict[str, list[_Captured]]
 
     def replay(self, end: str | None, between: Callable[[], None] | None = None) -> tuple[Tensor, ...]:
         self.step.graph.replay()
         if end is None:
             return self.step.outputs
+        *links, last = self.ends[end]
+        for link in links:
+            link.graph.replay()
         if between is not None:
             between()
-        self.ends[end].graph.replay()
-        return self.ends[end].outputs
+        last.graph.replay()
+        return last.outputs
 
 
 DENSE_ROWS = 512  # up to which sizes lie close together
@@ -96,13 +102,11 @@ class DecodeGraphs:
                     # What happens once (kernels, libraries' handles) is not captured.
                     outputs = self._decode(size, grouped)
                     for end in self._ends.values():
-                        end(outputs)
+                        reduce(lambda linked, link: link(linked), end, outputs)
                 torch.cuda.current_stream().wait_stream(stream)
                 with _hold_collections():
                     step = _capture(partial(self._decode, size, grouped), pool, stream)
-                    ends = {
-                        name: _capture(partial(end, step.outputs), pool, stream) for name, end in self._ends.items()
-                    }
+                    ends = {name: _capture_links(step, end, pool, stream) for name, end in self._ends.items()}
                 if ends:
                     # An end follows its step at once: later captures may take the memory between the two.
                     step.outputs = ()
@@ -112,7 +116,7 @@ class DecodeGraphs:
     def launch(self) -> None:
         """Launches every step, and each of its ends, once: a graph's first launch takes longer. No row may run."""
         for captured in self._graphs.values():
-            for part in (captured.step, *captured.ends.values()):
+            for part in (captured.step, *chain.from_iterable(captured.ends.values())):
                 part.graph.replay()
 
     def keep(self, sizes: Sequence[int]) -> None:
@@ -146,7 +150,7 @@ class DecodeGraphs:
     ) -> tuple[Tensor, ...]:
         """Replays the step and one of its ends, if it has any. Padding fills the order.
 
-        between: called when the step is launched and its end is not. It may use no memory of graphs.
+        between: called when all is launched but the end's last link. It may use no memory of graphs.
 
         Returns the rows' outputs, which hold until the next replay.
         """
@@ -161,6 +165,16 @@ def _capture(compute: Callable[[], tuple[Tensor, ...]], pool: Any, stream: torch
     with torch.cuda.graph(graph, pool=pool, stream=stream):
         outputs = compute()
     return _Captured(graph, outputs)
+
+
+def _capture_links(step: _Captured, end: DecodeEnd, pool: Any, stream: torch.cuda.Stream) -> list[_Captured]:
+    captured: list[_Captured] = []
+    for link in end:
+        before = captured[-1] if captured else step
+        captured.append(_capture(partial(link, before.outputs), pool, stream))
+    for inner in captured[:-1]:
+        inner.outputs = ()
+    return captured
 
 
 @contextmanager

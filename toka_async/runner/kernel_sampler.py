@@ -61,6 +61,11 @@ class KernelSampler:
         self._routes = SamplingRoutes(rows)
         self._nth = torch.arange(NUM_TOP, device=rows.device)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether tensor ranks divide the rows once their logits are computed."""
+        return self._shares is not None
+
     def admit(self, slots: Int32) -> None:
         """Copies the slots' new parameters from `rows` to the device."""
         rows, table = self._rows, self._table
@@ -86,7 +91,7 @@ class KernelSampler:
         """Draws on the full route. Returns also the likeliest ids int32 [s, k] and theirs float32 [s, k], the number of
         tokens that filters keep int32 [s], and their share of the distribution float32 [s].
         """
-        return self._share(hidden, slots, contexts, self._draw_full)
+        return self._share(hidden, slots, contexts, self.draw_edited)
 
     def _share(self, hidden: Tensor, slots: Tensor, contexts: Tensor, draw: Draw) -> tuple[Tensor, ...]:
         if self._shares is None:
@@ -98,7 +103,8 @@ class KernelSampler:
     def _draw(self, logits: Tensor, slots: Tensor, contexts: Tensor) -> tuple[Tensor, ...]:
         return self._kernels.draw(logits, slots, contexts, self._table)
 
-    def _draw_full(self, logits: Tensor, slots: Tensor, contexts: Tensor) -> tuple[Tensor, ...]:
+    def draw_edited(self, logits: Tensor, slots: Tensor, contexts: Tensor) -> tuple[Tensor, ...]:
+        """Goes on as `draw_full` does, from logits [s, vocab], which it edits."""
         rows = (logits, slots, contexts, self._table, self._edits.table, self._edits.tokens)
         top_ids, top_values = self._editing.edit(*rows, self._rows.masks)
         token_ids, logprobs, kept, masses = self._kernels.draw_measured(logits, slots, contexts, self._table)

@@ -3,8 +3,8 @@
 A step's forward pass is launched before anybody knows the tokens that the step before drew. Only then does the host
 wait for these tokens, as far as rows with a grammar drew them. It advances the grammars, makes masks, and copies them
 to the device on a stream beside the one that computes, which waits for them before the draw. So the device always has
-the forward pass to do meanwhile, and rows without a grammar have no part in this. Knows slots and token ids; knows no
-model and no sampling.
+the forward pass to do meanwhile, also while a new grammar is compiled, and rows without a grammar have no part in this.
+Knows slots and token ids; knows no model and no sampling.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,15 +28,15 @@ from toka_async.runner.rows import RowPrompt, RowTables
 
 @dataclass(slots=True)
 class MaskedDraw:
-    """The rows with a grammar in a draw of s rows.
+    """The rows with a grammar in a draw; known once it is filled, but for slots.
 
-    places: int64 [r], in the draw. slots: int32 [r]. broken: places of rows whose grammar failed. seconds: of the host,
-    waiting aside. stall: the time for which the device waited for the masks.
+    slots: int32 [s], of all rows of the draw. places: int64 [r], of those with a grammar. broken: places of rows whose
+    grammar failed. seconds: of the host, waiting aside. stall: the time for which the device waited for the masks.
     """
 
-    places: Int64
     slots: Int32
-    rows: list[MatchedRow]
+    places: Int64 = field(default_factory=lambda: np.empty(0, np.int64))
+    rows: list[MatchedRow] = field(default_factory=list)
     broken: list[int] = field(default_factory=list)
     seconds: float = 0.0
     stall: tuple[Mark, Mark] | None = None
@@ -71,16 +72,12 @@ class GrammarMasks:
 
     def select(self, slots: Int32) -> MaskedDraw | None:
         """Selects the rows with a grammar of a draw; None if there is none."""
-        if not len(self._matchers):
-            return None
-        places = self._matchers.find(slots)
-        if not places.size:
-            return None
-        chosen = slots[places]
-        return MaskedDraw(places, chosen, self._matchers.take(chosen))
+        return MaskedDraw(slots) if len(self._matchers) and self._matchers.has_any(slots) else None
 
     def fill(self, draw: MaskedDraw) -> None:
         """Makes the masks for a draw that follows; its forward pass is launched. Waits for its rows' last tokens."""
+        draw.places = self._matchers.find(draw.slots)
+        draw.rows = self._matchers.take(draw.slots[draw.places])
         newest = max(row.drawn_by for row in draw.rows)
         while self._under_way and self._num_taken <= newest:
             rows, download = self._under_way.popleft()
@@ -108,12 +105,12 @@ class GrammarMasks:
         table = self._rows.masks
         assert table is not None
         if self._copies is None:
-            (slots_at,) = upload((draw.slots,), table.device)
+            (slots_at,) = upload((draw.slots[draw.places],), table.device)
             table.index_copy_(0, slots_at, masks)
             return
         # The rows' former draws are done, since their tokens are known: nothing reads these slots' masks.
         with torch.cuda.stream(self._copies):
-            (slots_at,) = upload((draw.slots,), table.device)
+            (slots_at,) = upload((draw.slots[draw.places],), table.device)
             table.index_copy_(0, slots_at, masks.to(table.device, non_blocking=True))
         begin = mark()
         torch.cuda.current_stream().wait_stream(self._copies)

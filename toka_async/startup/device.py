@@ -132,7 +132,8 @@ def name_dtype(dtype: torch.dtype) -> str:
 def name_types(spec: ModelSpec, dtype: torch.dtype, cache: CacheConfig) -> str:
     """Names the model's dtype for people, and the types of weights and of the cache if they are others."""
     types = spec.name_formats(name_dtype(dtype))
-    return f"{types}, cache in fp8" if cache.dtype == "fp8" else types
+    types += ", cache in fp8" if cache.dtype == "fp8" else ""
+    return f"{types}, states in {cache.state_dtype}" if spec.recurrences and cache.state_dtype != "float32" else types
 
 
 def has_kernels(device: torch.device) -> bool:

@@ -157,7 +157,7 @@ class RunnerFactory:
         check_stored_dtype(config.cache, self.device)
         self.cache_format = CacheFormat(resolve_stored_dtype(config.cache, self.dtype))  # scales come with the weights
         self.limits = resolve_limits(config.model, config.schedule, spec, self.kind)
-        self.spec = spec = spec.fit_context(self.limits.max_context)
+        self.spec = spec = spec.fit_context(self.limits.max_context).store_states(config.cache.state_dtype)
         self.part = stage_parts(spec, coords.num_stages, coords.size)[coords.stage]
         self.rank_spec = make_stage_spec(make_rank_spec(spec, coords.size), self.part)
         # Only the last stage has logits.

@@ -119,9 +119,13 @@ def test_a_panic_of_the_library_breaks_no_later_row(matchers: RowMatchers, monke
 
 def test_freed_slots_are_forgotten(matchers: RowMatchers) -> None:
     slots = start_rows(matchers, ['start: "a"'] * 3)
+    matchers.free(slots[2:])  # it has not started
+    assert matchers.find(slots).tolist() == [0, 1]
     matchers.free(slots[1:])
     assert matchers.find(slots).tolist() == [0]
     assert len(matchers) == 1
+    assert matchers.has_any(slots)
+    assert not matchers.has_any(slots[1:])
 
 
 def test_a_grammar_is_compiled_once_for_few_rows_and_for_many_not_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,9 +138,11 @@ def test_a_grammar_is_compiled_once_for_few_rows_and_for_many_not_once_each(monk
 
     monkeypatch.setattr(type(vocabulary), "compile", count)
     matchers = RowMatchers(vocabulary, 64, 2)
-    start_rows(matchers, ['start: "a"'] * module.ROWS_EACH)
+    slots = start_rows(matchers, ['start: "a"'] * module.ROWS_EACH)
+    assert not compiled, "nobody has asked for them yet"
+    matchers.take(slots)
     assert len(compiled) == 1
-    start_rows(matchers, ['start: "a"'] * 60)
+    matchers.take(start_rows(matchers, ['start: "a"'] * 60))
     assert len(compiled) == 4  # twice the threads
 
 

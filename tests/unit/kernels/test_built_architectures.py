@@ -95,8 +95,10 @@ EVERY: list[Case] = [
         )
     ),
     *(
-        (arch, "states", QWEN3_5 | {"dtype": dtype})
-        for arch, dtype in itertools.product(SHARED_MEMORY, (BF16, FP16, FP32))
+        (arch, "states", QWEN3_5 | {"dtype": dtype, "stored": stored})
+        for arch, (dtype, stored) in itertools.product(
+            SHARED_MEMORY, ((BF16, FP32), (FP16, FP32), (FP32, FP32), (BF16, BF16), (FP16, FP16))
+        )
     ),
     *(
         (arch, "sampling", {"dtype": dtype, "vocab": 151_936})

@@ -44,7 +44,7 @@ class Graphs:
         self.ended: list[str] = []
         self.calls: list[tuple[int, bool]] = []
         self.attention = FakeAttention()
-        all_ends = {name: fake.capturable(partial(self.go_on, name), name) for name in ends}
+        all_ends = {end: [fake.capturable(partial(self.go_on, link), link) for link in end.split("+")] for end in ends}
         self.graphs = DecodeGraphs(fake.capturable(self.decode), all_ends, self.attention, sizes, grouped)
 
     def decode(self, num_rows: int, grouped: bool) -> tuple[Tensor, Tensor]:
@@ -116,13 +116,23 @@ def test_a_step_goes_on_with_the_end_that_is_asked_for(fake: FakeGraphs) -> None
     assert graphs.ended[10:] == ["long", "long"]
 
 
+def test_something_can_be_done_before_the_last_link_of_an_end(fake: FakeGraphs) -> None:
+    graphs = Graphs(fake, [2], grouped=False, ends=["end", "first+last"])
+    list(graphs.graphs.capture())
+    assert [graph.name for graph in fake.graphs] == ["step", "end", "first", "last"]
+    graphs.ended.clear()
+    assert graphs.graphs.replay(2, (), "first+last", lambda: graphs.ended.append("between"))[0].tolist() == [209, 210]
+    assert graphs.graphs.replay(1, (), "end", lambda: graphs.ended.append("between"))[0].tolist() == [303]
+    assert graphs.ended == ["first", "between", "last", "between", "end"]
+
+
 def test_every_kept_graph_is_launched_once(fake: FakeGraphs) -> None:
-    graphs = Graphs(fake, [1, 2, 4], grouped=True, ends=["long", "end"])
+    graphs = Graphs(fake, [1, 2, 4], grouped=True, ends=["long", "begin+end"])
     list(graphs.graphs.capture())
     graphs.graphs.keep([1, 4])
     graphs.graphs.launch()
     # Of 4, 2 and 1 rows, without groups and with them: the step and its ends.
-    assert [graph.num_replays for graph in fake.graphs] == [1] * 6 + [0] * 6 + [1] * 6
+    assert [graph.num_replays for graph in fake.graphs] == [1] * 8 + [0] * 8 + [1] * 8
 
 
 def test_groups_are_set_before_a_replay_that_has_any(fake: FakeGraphs) -> None:

@@ -89,6 +89,12 @@ def test_what_the_cache_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "bfloat16",
         "bfloat16, cache in fp8",
     ]
+    hybrid = read_spec(make_checkpoint(tmp_path / "hybrid", "qwen3_5_text"))
+    rounded = CacheConfig(state_dtype="bfloat16")
+    assert [name_types(each, torch.float16, rounded) for each in (spec, hybrid)] == [
+        "float16",
+        "float16, states in bfloat16",
+    ]
     check_stored_dtype(small, torch.device("cpu"))
     gpu = torch.device("cuda", 0)
     for capability, refused in (((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False), ((12, 0), False)):

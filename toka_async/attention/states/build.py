@@ -35,7 +35,8 @@ def build_states(
         return None
     first = spec.recurrences[0]
     shape = DeltaShape(first.num_key_heads, first.num_value_heads, first.key_dim, first.value_dim, first.width)
-    return StateCache(shape, len(spec.recurrences), max_seqs, num_snapshots, dtype, device, can_sleep)
+    stored = getattr(torch, first.state_dtype)
+    return StateCache(shape, len(spec.recurrences), max_seqs, num_snapshots, dtype, device, can_sleep, stored)
 
 
 def add_states(attention: BuiltAttention, states: StateCache) -> BuiltAttention:

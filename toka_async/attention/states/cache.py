@@ -19,8 +19,8 @@ from toka_async.memory.virtual import CudaDriver, MemoryStaysError, VirtualMemor
 class StateCache:
     """States of `max_seqs` slots, of padding, and `num_snapshots` more.
 
-    recurrent: float32 [states, layers, value heads, key_dim, value_dim]. inputs: [states, layers, channels, width - 1],
-    the newest inputs of the convolution, oldest first.
+    recurrent: [states, layers, value heads, key_dim, value_dim], sums over all tokens. inputs: [states, layers,
+    channels, width - 1], the newest inputs of the convolution, oldest first.
     """
 
     def __init__(
@@ -32,8 +32,9 @@ class StateCache:
         dtype: torch.dtype,
         device: torch.device,
         can_sleep: bool = False,
+        stored: torch.dtype = torch.float32,
     ) -> None:
-        """dtype: of inputs. can_sleep: a GPU's memory can be given back and taken again."""
+        """dtype: of inputs. can_sleep: a GPU's memory can be given back and taken again. stored: of `recurrent`."""
         self.shape = shape
         self.padding = max_seqs
         self.first_snapshot = max_seqs + 1
@@ -43,13 +44,13 @@ class StateCache:
         inputs = (num_states, num_layers, shape.num_channels, shape.width - 1)
         self._memory: VirtualMemory | None = None
         if can_sleep and device.type == "cuda":
-            sizes = [4 * prod(recurrent), dtype.itemsize * prod(inputs)]
+            sizes = [stored.itemsize * prod(recurrent), dtype.itemsize * prod(inputs)]
             self._memory = VirtualMemory(sum(sizes), CudaDriver(device))
             first, second = torch.split(view_memory(self._memory, device)[: sum(sizes)], sizes)
-            self.recurrent = first.view(torch.float32).view(recurrent).zero_()
+            self.recurrent = first.view(stored).view(recurrent).zero_()
             self.inputs = second.view(dtype).view(inputs).zero_()
         else:
-            self.recurrent = torch.zeros(recurrent, dtype=torch.float32, device=device)
+            self.recurrent = torch.zeros(recurrent, dtype=stored, device=device)
             self.inputs = torch.zeros(inputs, dtype=dtype, device=device)
         self._is_released = False
 

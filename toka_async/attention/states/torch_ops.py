@@ -41,7 +41,7 @@ class TorchStateOps:
             output[rows] = self._decode(layer, inputs[rows], beta[rows], decay[rows], weights)
         for first_piece, num_pieces, slot in [] if cut is None else cut.chunks.tolist():
             assert cut is not None
-            state = self._cache.recurrent[slot, layer]
+            state = self._cache.recurrent[slot, layer].float()
             newest = self._cache.inputs[slot, layer]  # [channels, width - 1]
             for first, length, kept in cut.pieces[first_piece : first_piece + num_pieces].tolist():
                 tokens = slice(first, first + length)
@@ -60,10 +60,10 @@ class TorchStateOps:
         cache, slots = self._cache, self._slots
         seen = torch.cat([cache.inputs[slots, layer], inputs[:, :, None]], dim=2)
         query, key, value = split_heads(convolve(seen, weights.convolution), cache.shape)
-        state = cache.recurrent[slots, layer] * decay.exp()[..., None, None]
+        state = cache.recurrent[slots, layer].float() * decay.exp()[..., None, None]
         learned = (value - (key[:, :, None] @ state)[:, :, 0]) * beta[..., None]
         state += key[..., None] * learned[:, :, None]
-        cache.recurrent[slots, layer] = state
+        cache.recurrent[slots, layer] = state.to(cache.recurrent.dtype)
         cache.inputs[slots, layer] = seen[:, :, 1:]
         return (query[:, :, None] @ state)[:, :, 0]
 

@@ -48,7 +48,7 @@ def read_chunks(
     """Takes the states of chunks behind their last tokens; returns what their tokens read from them, [t, values].
 
     convolved: [t, channels] and gates [t, 2 * value heads], of all tokens of the step; only those of chunks are read,
-    and written. states: float32 [slots, value heads, key_dim, value_dim].
+    and written. states: [slots, value heads, key_dim, value_dim], in float32 between loads and stores.
     """
     num_tokens, heads = len(convolved), shape.num_value_heads
     learned = convolved.new_empty(num_tokens, heads, shape.value_dim)
@@ -280,7 +280,7 @@ def _read(
     for of_step in tl.range(tl.program_id(0), tl.load(counts + 1), tl.num_programs(0), num_stages=1):
         chunk = chunks + 3 * of_step
         first_piece, num_pieces, slot = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2).to(tl.int64)
-        state = tl.load(of_state + slot * state_stride, mask=in_state, other=0.0)
+        state = tl.load(of_state + slot * state_stride, mask=in_state, other=0.0).to(tl.float32)
         for number in range(first_piece, first_piece + num_pieces):
             piece = pieces + 3 * number
             first, length, kept = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2).to(tl.int64)

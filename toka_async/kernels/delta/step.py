@@ -32,8 +32,9 @@ def step_states(
 ) -> None:
     """Advances the states of rows by one token; writes the gated outputs [n, values].
 
-    convolved: [n, channels], see `convolution.convolve`. z: [n, values]. gates: [n, 2 * value heads]. states: float32
-    [slots, value heads, key_dim, value_dim]. slots: int64 [n], distinct but for `padding`, which has no state.
+    convolved: [n, channels], see `convolution.convolve`. z: [n, values]. gates: [n, 2 * value heads]. states:
+    [slots, value heads, key_dim, value_dim], computed in float32. slots: int64 [n], distinct but for `padding`, which
+    has no state.
     """
     assert output.is_contiguous()
     assert states[0].is_contiguous()
@@ -115,7 +116,7 @@ def _step(
     key = tl.load(of_row + (key_heads + key_head) * key_dim + i, mask=in_key, other=0.0).to(tl.float32)
     value = tl.load(of_row + 2 * key_heads * key_dim + head * value_dim + j, mask=in_value, other=0.0).to(tl.float32)
     beta, decay = load_rates(gates + row * gate_stride, log_decay, time_bias, head, value_heads)
-    state *= tl.exp(decay)
+    state = state.to(tl.float32) * tl.exp(decay)
     learned = beta * (value - tl.sum(state * key[:, None], 0))
     state += key[:, None] * learned[None, :]
     tl.store(place, state, mask=has_state)

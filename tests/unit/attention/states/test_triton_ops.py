@@ -18,6 +18,7 @@ from tests.fakes.states import (
 )
 from toka_async.attention.base import AttentionBatch, ChunkRows
 from toka_async.attention.states import triton_ops
+from toka_async.attention.states.torch_ops import TorchStateOps
 from toka_async.attention.states.triton_ops import TritonStateOps
 from toka_async.kernels.delta import step
 from toka_async.kernels.delta.layer import DeltaShape
@@ -59,6 +60,26 @@ def test_kernels_compute_what_single_tokens_do(
     torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(ours.recurrent, exact.recurrent, atol=tolerance, rtol=tolerance)
     assert torch.equal(ours.inputs, exact.inputs)
+
+
+@pytest.mark.parametrize("ops", [TritonStateOps, TorchStateOps])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+def test_states_of_16_bits_are_rounded_when_they_are_stored(
+    ops: type[TritonStateOps | TorchStateOps], stored: torch.dtype, device: torch.device
+) -> None:
+    """Between load and store they are what they are in float32, also through the pieces of a chunk."""
+    weights, batch = make_weights(SHAPE, torch.float32, device), make_batch([4, 0], [(2, 70)], [(0, 64, 0)], device)
+    projected, gates = make_inputs(SHAPE, int(batch.query_lengths.sum()), torch.float32, device)
+    inputs, z = split_z(SHAPE, projected)
+    rounded, exact = (make_cache(SHAPE, torch.float32, device, stored=each) for each in (stored, torch.float32))
+    exact.recurrent.copy_(rounded.recurrent)
+    outputs = []
+    for cache in (rounded, exact):
+        computing = ops(cache)
+        computing.plan(batch)
+        outputs.append(computing.compute(1, inputs, z, gates, weights))
+    assert torch.equal(*outputs)
+    assert torch.equal(rounded.recurrent, exact.recurrent.to(stored))
 
 
 def test_many_rows_are_normed_in_a_pass_of_its_own(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
