@@ -22,6 +22,8 @@ CHAT_TEMPLATE = (
 SPECIALS = ("<|end|>", "<|start|>")
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_ROPE |= {"original_max_position_embeddings": 32}
+GROWING_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
+GROWING_YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
 END_ID = 256  # <|end|>; ids below are the bytes
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 
@@ -53,8 +55,10 @@ _ARCHITECTURES = {
     "seed_oss": "SeedOssForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "ministral": "MinistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
+    "vaultgemma": "VaultGemmaForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
     "mistral3": "Mistral3ForConditionalGeneration",
@@ -73,6 +77,7 @@ _ARCHITECTURES = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
+    "helium": "HeliumForCausalLM",
 }
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # some of their layers are recurrent
 _HYBRID: dict[str, Any] = {
@@ -112,6 +117,7 @@ _OWN_FIELDS: dict[str, dict[str, Any]] = {
     "seed_oss": {"attention_bias": True},
     "ernie4_5": {"tie_word_embeddings": True},
     "ministral": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
+    "ministral3": {"rope_theta": ..., "rope_parameters": GROWING_YARN},
     "gemma": {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
     "gemma2": {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -153,6 +159,7 @@ GEMMA4_SMALL: dict[str, Any] = {
     "use_double_wide_mlp": True,
     "attention_k_eq_v": False,
 }
+_OWN_FIELDS["vaultgemma"] = _OWN_FIELDS["gemma2"]
 _OWN_FIELDS["gemma3"] = _OWN_FIELDS["gemma3_text"]
 _OWN_FIELDS |= dict.fromkeys((*HYBRIDS, "qwen3_5"), _HYBRID)
 # Families whose checkpoints have a text part: what it is, and fields of the whole.
@@ -174,8 +181,9 @@ _NORMS = {
         *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
     ),
 }
+_NORMS["vaultgemma"] = ("input_layernorm", "pre_feedforward_layernorm")
 _NORMS["gemma3_text"] = _NORMS["gemma4_text"] = _NORMS["gemma2"]
-_ADDS_ONE = ("gemma", "gemma2", "gemma3_text", *HYBRIDS)  # their norms' weights are about 0
+_ADDS_ONE = ("gemma", "gemma2", "vaultgemma", "gemma3_text", *HYBRIDS)  # their norms' weights are about 0
 
 _EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True},
@@ -399,7 +407,7 @@ def _attention_shapes(config: dict[str, Any], hidden: int) -> dict[str, tuple[in
         inputs = [("qkv", (wide + 2 * narrow, hidden))]
     for name, shape in (*inputs, ("o", (hidden, wide))):
         shapes[f"self_attn.{name}_proj.weight"] = shape
-        has_bias = config.get("attention_bias") and (name != "o" or family not in ("glm", "glm4", "seed_oss"))
+        has_bias = config.get("attention_bias") and (name != "o" or family not in ("glm", "glm4", "seed_oss", "helium"))
         if has_bias or (family in ("qwen2", "qwen2_moe") and name != "o"):
             shapes[f"self_attn.{name}_proj.bias"] = shape[:1]
     if family == "gpt_oss":

@@ -27,6 +27,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"sliding_window": 9}),
     ("qwen3_moe", {"mlp_only_layers": [0]}),
     ("mixtral", {"num_local_experts": 5}),
+    ("ministral3", {}),
 ]
 PAGE_SIZE = 16
 

@@ -43,11 +43,20 @@ class Rope(nn.Module):
         frequencies = torch.zeros(dim // 2, device="cpu") if spec is None else compute_frequencies(spec, dim)
         self.register_buffer("inverse_frequencies", frequencies.to(torch.get_default_device()), persistent=False)
         self.scale = 1.0 if spec is None else compute_scale(spec)
+        self.query_growth = 0.0 if spec is None else spec.query_growth
+        self.growth_period = 0 if spec is None else spec.original_max_position
         self._compute = compute
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Turns positions [t] into cos and signed sin, each [t, 1, turned]: of the dimensions of a head that turn."""
         return self._compute(positions, self.inverse_frequencies, self.scale, dtype)
+
+    def compute_growth(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Turns positions [t] into the factors of queries, [t, 1, 1]; None: all are 1 (`RopeSpec.query_growth`)."""
+        if not self.query_growth:
+            return None
+        growth = 1 + self.query_growth * torch.log1p(torch.floor(positions / self.growth_period))
+        return growth.to(dtype)[:, None, None]
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

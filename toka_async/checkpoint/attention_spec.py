@@ -16,7 +16,7 @@ from toka_async.checkpoint.rope_spec import RopeSpec
 class HeadNormSpec(msgspec.Struct, frozen=True):
     """RMSNorm of queries and keys before their rotation: of each head, or of a projection's heads as one vector.
 
-    adds_one: the checkpoint's weights are what the factors have above 1.
+    A checkpoint has its weights as `q_norm` and `k_norm`. adds_one: these are what the factors have above 1.
     """
 
     over: Literal["head", "projection"] = "head"

@@ -23,6 +23,7 @@ AFTER = NormNames("", "post_attention_layernorm", "", "post_feedforward_layernor
 GEMMA = NormNames(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
+VAULT_GEMMA = NormNames(before_feed="pre_feedforward_layernorm")
 GLM4 = NormNames("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 
 
@@ -67,18 +68,18 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """One `model_type`. A bias of None is read from the configuration: `attention_bias`, `mlp_bias`.
 
     num_kv_heads, head_dim: where the configuration has none; None: num_attention_heads, and hidden_size /
-    num_attention_heads. attention_bias: where it is not said. output_bias_field: names the flag of the output
-    projection's bias. fused_qkv, fused_gate_up: the checkpoint has these projections as one tensor of this name; empty:
-    each by itself. gated: attention has gates. delta_net: of layers without attention. ropes_by_type: layers with a
-    window have a rope of their own. skips_ropes: `no_rope_layers` names layers without. ropes_in_windows: in
-    models with windows, only layers that have one have a rope. windows: all_if_used:
-    `use_sliding_window`; by_layer: also `max_window_layers`, `layer_types`; by_type: `layer_types`, and without them
-    all but each `period`th layer (0: all layers); by_type_if_used: likewise if `use_sliding_window`, and without types
-    those without a rope. scales: whose fields of scales and soft caps the configuration has. tied: logits are by the
-    embedding, where it is not said. heads_by_type: layers that see all have heads of `global_head_dim`, and maybe no
-    values of their own. value_norm, scalar: see `AttentionSpec`, `LayerSpec`. layer_inputs: their size where
-    `hidden_size_per_layer_input` does not say it; 0: the family has none. refused: fields that must be 0, false or
-    absent, and their values where they are not said.
+    num_attention_heads. A num_kv_heads that does not divide num_attention_heads counts as None. attention_bias: where
+    it is not said. output_bias_field: names the flag of the output projection's bias. fused_qkv, fused_gate_up: the
+    checkpoint has these projections as one tensor of this name; empty: each by itself. gated: attention has gates.
+    delta_net: of layers without attention. ropes_by_type: layers with a window have a rope of their own. skips_ropes:
+    `no_rope_layers` names layers without. ropes_in_windows: in models with windows, only layers that have one have a
+    rope. windows: all_if_used: `use_sliding_window`; by_layer: also `max_window_layers`, `layer_types`; by_type:
+    `layer_types`, and without them all but each `period`th layer (0: all layers); by_type_if_used: likewise if
+    `use_sliding_window`, and without types those without a rope. scales: whose fields of scales and soft caps the
+    configuration has. tied: logits are by the embedding, where it is not said. heads_by_type: layers that see all have
+    heads of `global_head_dim`, and maybe no values of their own. value_norm, scalar: see `AttentionSpec`, `LayerSpec`.
+    layer_inputs: their size where `hidden_size_per_layer_input` does not say it; 0: the family has none. refused:
+    fields that must be 0, false or absent, and their values where they are not said.
     """
 
     max_positions: int
@@ -396,6 +397,17 @@ FAMILIES: dict[str, Family] = {
         bos_token_ids=(1,),
         eos_token_ids=(2,),
     ),
+    "helium": Family(
+        max_positions=4096,
+        num_kv_heads=20,
+        head_dim=128,
+        qkv_bias=None,
+        mlp_bias=None,
+        norm_eps=1e-8,
+        rope=RopeDefaults(theta=100000.0, interleaved=True),
+        bos_token_ids=(1,),
+        eos_token_ids=(2,),
+    ),
     "exaone4": Family(
         max_positions=2048,
         head_norm=HeadNormSpec(),
@@ -411,6 +423,28 @@ FAMILIES: dict[str, Family] = {
         max_positions=131072,
         num_kv_heads=8,
         windows="by_type",
+        bos_token_ids=(1,),
+        eos_token_ids=(2,),
+    ),
+    "ministral3": Family(
+        max_positions=262144,
+        num_kv_heads=8,
+        head_dim=128,
+        norm_eps=1e-5,
+        rope=RopeDefaults(
+            scaling={
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+            grows=True,
+        ),
+        windows="all",
+        window=0,
         bos_token_ids=(1,),
         eos_token_ids=(2,),
     ),
@@ -435,6 +469,23 @@ FAMILIES: dict[str, Family] = {
         output_bias=None,
         activation="gelu_pytorch_tanh",
         norms=GEMMA,
+        norm_adds_one=True,
+        windows="by_type",
+        period=2,
+        scales="gemma",
+        soft_caps=(50.0, 30.0),
+        tied=True,
+        bos_token_ids=(2,),
+        eos_token_ids=(1,),
+    ),
+    "vaultgemma": Family(
+        max_positions=8192,
+        num_kv_heads=4,
+        head_dim=256,
+        qkv_bias=None,
+        output_bias=None,
+        activation="gelu_pytorch_tanh",
+        norms=VAULT_GEMMA,
         norm_adds_one=True,
         windows="by_type",
         period=2,

@@ -86,7 +86,7 @@ def choose_implementation(model_dir: Path, model: ModelConfig) -> str:
 def ask_library(question: LibraryQuestion) -> LibraryAnswer:
     """Asks in another process, which takes some seconds. Raises ModelError."""
     if find_spec("transformers") is None:
-        raise ModelError(f"model.impl=transformers: the library is not installed: {INSTALL}")
+        raise ModelError(f"the library transformers is not installed: {INSTALL}")
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # no memory of a GPU is taken for a trial of shapes
     try:
         done = subprocess.run(

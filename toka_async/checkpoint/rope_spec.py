@@ -36,6 +36,7 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     mscale: float = 0.0  # yarn; 0: not used
     mscale_all_dim: float = 0.0  # yarn; 0: not used
     truncate: bool = True  # yarn: round the range of corrected dimensions to whole ones
+    query_growth: float = 0.0  # yarn: g of queries times 1 + g * log(1 + position // original_max_position)
     short_factors: tuple[float, ...] = ()  # longrope: of each pair's wavelength, for contexts of the pre-training
     long_factors: tuple[float, ...] = ()  # longrope: for longer ones
     is_long: bool = False  # longrope: whether the longer ones are used, for all contexts
@@ -68,7 +69,8 @@ class RopeDefaults(msgspec.Struct, frozen=True):
     """What a family's configurations leave unsaid.
 
     part: of a head that turns; None: all, whatever is said. local_theta: of layers with a window, which otherwise have
-    the usual kind; None: as of others. scaling: the fields of `rope_scaling` where there is none.
+    the usual kind; None: as of others. scaling: the fields of `rope_scaling` where there is none. grows: queries grow
+    with their position, by `llama_4_scaling_beta`. They do so before norms of heads, so a family has one or the other.
     """
 
     theta: float = 10000.0
@@ -77,6 +79,7 @@ class RopeDefaults(msgspec.Struct, frozen=True):
     interleaved: bool = False
     local_theta: float | None = None
     scaling: dict[str, Any] = {}
+    grows: bool = False
 
 
 def read_rope(file: JsonFile, max_positions: int, defaults: RopeDefaults) -> RopeSpec:
@@ -112,6 +115,8 @@ def _read(file: JsonFile, rope: JsonFile, max_positions: int, defaults: RopeDefa
         kind = "longrope"
     if kind not in get_args(RopeKind):
         raise rope.error("rope_type", f"{kind!r} is not supported; supported: {', '.join(get_args(RopeKind))}")
+    if defaults.grows and kind != "yarn":
+        raise rope.error("rope_type", f"{kind!r} is not supported for this model_type; supported: yarn")
     part = rope.number("partial_rotary_factor", file.number("partial_rotary_factor", defaults.part or 1.0))
     if not 0 < part <= 1:
         raise rope.error("partial_rotary_factor", f"is {part:g}: expected more than 0, and at most 1")
@@ -126,7 +131,7 @@ def _read(file: JsonFile, rope: JsonFile, max_positions: int, defaults: RopeDefa
     if kind == "llama3":
         return _llama3(rope, base, original)
     if kind == "yarn":
-        return _yarn(rope, base, original, max_positions)
+        return _yarn(rope, base, original, max_positions, defaults.grows)
     if kind == "proportional":
         return msgspec.structs.replace(base, kind="proportional")
     if kind == "longrope":
@@ -148,11 +153,10 @@ def _llama3(rope: JsonFile, base: RopeSpec, original: int) -> RopeSpec:
     )
 
 
-def _yarn(rope: JsonFile, base: RopeSpec, original: int, max_positions: int) -> RopeSpec:
-    if rope.number("llama_4_scaling_beta", 0.0):
-        raise rope.error(
-            "llama_4_scaling_beta", "other than 0 is not supported: queries would grow with their position"
-        )
+def _yarn(rope: JsonFile, base: RopeSpec, original: int, max_positions: int, grows: bool) -> RopeSpec:
+    growth = rope.number("llama_4_scaling_beta", 0.0)
+    if growth and not grows:
+        raise rope.error("llama_4_scaling_beta", "other than 0 is not supported for this model_type")
     return msgspec.structs.replace(
         base,
         kind="yarn",
@@ -165,6 +169,7 @@ def _yarn(rope: JsonFile, base: RopeSpec, original: int, max_positions: int) -> 
         mscale=rope.number("mscale", 0.0),
         mscale_all_dim=rope.number("mscale_all_dim", 0.0),
         truncate=rope.flag("truncate", True),
+        query_growth=growth,
     )
 
 

@@ -97,7 +97,7 @@ def _find_hint(model_dir: Path, config: Config) -> str:
     try:
         read_model(model_dir, msgspec.structs.replace(config.model, impl="transformers"), config.parallel)
     except ModelError as error:
-        return f"model.impl=transformers would refuse it as well: {error}"
+        return f"model.impl=transformers cannot run it either: {error}"
     return "model.impl=transformers would run it"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any, Self
@@ -125,8 +125,8 @@ class SamplingParams:
         self.top_k = top_k
         self.min_p = min_p
         self.seed = None if seed == -1 else seed
-        self.stop = [stop] if isinstance(stop, str) else list(stop or ())
-        self.stop_token_ids = list(stop_token_ids or ())
+        self.stop = [stop] if isinstance(stop, str) else make_list("stop", stop) or []
+        self.stop_token_ids = make_list("stop_token_ids", stop_token_ids) or []
         self.ignore_eos = ignore_eos
         self.max_tokens = max_tokens
         self.min_tokens = min_tokens
@@ -139,8 +139,8 @@ class SamplingParams:
         self.include_stop_str_in_output = include_stop_str_in_output
         self.output_kind = RequestOutputKind(output_kind)
         self.thinking_token_budget = thinking_token_budget
-        self.logit_bias = None if logit_bias is None else dict(logit_bias)
-        self.allowed_token_ids = None if allowed_token_ids is None else list(allowed_token_ids)
+        self.logit_bias = None if logit_bias is None else make_dict("logit_bias", logit_bias)
+        self.allowed_token_ids = make_list("allowed_token_ids", allowed_token_ids)
         if structured_outputs is not None and guided_decoding is not None:
             raise ValueError("SamplingParams: 'guided_decoding' is an older name of structured_outputs; give one")
         self.structured_outputs = guided_decoding if structured_outputs is None else structured_outputs
@@ -176,7 +176,9 @@ class SamplingParams:
             fields["logit_bias"] = {str(token_id): value for token_id, value in self.logit_bias.items()}
         if self.structured_outputs is not None:
             given = self.structured_outputs
-            wishes = asdict(given) if isinstance(given, StructuredOutputsParams) else dict(given)
+            if isinstance(given, StructuredOutputsParams):
+                given = asdict(given)
+            wishes = make_dict("structured_outputs", given)
             fields["structured_outputs"] = {name: value for name, value in wishes.items() if value not in (None, False)}
         fields["text"] = bool(self.stop) or (stream and self.detokenize)
         try:
@@ -194,6 +196,20 @@ class SamplingParams:
 
     def __repr__(self) -> str:
         return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+
+def make_list(name: str, values: object) -> list[Any] | None:
+    if values is None:
+        return None
+    if not isinstance(values, Iterable):
+        raise ValueError(f"SamplingParams: '{name}': expected a list, got {type(values).__name__}")
+    return list(values)
+
+
+def make_dict(name: str, values: object) -> dict[Any, Any]:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"SamplingParams: '{name}': expected a dict, got {type(values).__name__}")
+    return dict(values)
 
 
 FIELDS = inspect.signature(SamplingParams).parameters.keys() - {"others"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,16 @@ from toka_async.model.matrices.ops import Ops
 from toka_async.model.matrices.part import WeightPart, make_unset
 from toka_async.model.matrices.share import share_of, share_units
 
-Rotation = tuple[Tensor, Tensor]
+
+class Rotation(NamedTuple):
+    """What a step's tokens turn by in the layers of one rope: see `attention.rope.Rope`.
+
+    growth: factors of queries, [t, 1, 1]; None: all are 1.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    growth: Tensor | None = None
 
 
 class Attention(nn.Module):
@@ -54,7 +64,7 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Returns each token's mix of the values that it sees, [t, heads * dim]. See `Mixer`."""
         rows, residual = norm.prepare(hidden, residual, self.qkv, layout)
-        num_tokens = len(rotation[0])
+        num_tokens = len(rotation.cos)
         projected = layout.trim(layout.column(rows, self.qkv), num_tokens)
         heads = projected[:, self.num_gates :].view(
             num_tokens, -1, self.dim
@@ -63,8 +73,10 @@ class Attention(nn.Module):
             heads = self.projection_norm(heads)
         if self.value_norm is not None:
             self.value_norm(heads)
+        if rotation.growth is not None:
+            heads[:, : self.own_heads.size].mul_(rotation.growth)
         head_norm = self.head_norm() if self.head_norm is not None else None
-        mixed = backend.attend(self.index, heads, rotation, head_norm, self.sinks).flatten(1)
+        mixed = backend.attend(self.index, heads, rotation[:2], head_norm, self.sinks).flatten(1)
         if self.num_gates:
             mixed = mixed * torch.sigmoid(projected[:, : self.num_gates])
         return mixed, residual

@@ -225,8 +225,12 @@ class Decoder(nn.Module):
         return embedded if self.embedding_scale == 1 else embedded * self.embedding_scale
 
     def rotate(self, positions: Tensor, dtype: torch.dtype) -> list[Rotation]:
-        """Turns positions [t] into what each rope's layers rotate by: cos and signed sin, [t, 1, dim] each."""
-        return [rope(positions, dtype) for rope in self.ropes]
+        """Turns positions [t] into what each rope's layers rotate by."""
+        rotations = []
+        for rope in cast(list[Rope], list(self.ropes)):
+            cos, sin = rope(positions, dtype)
+            rotations.append(Rotation(cos, sin, rope.compute_growth(positions, dtype)))
+        return rotations
 
     def list_layers(self) -> list[Layer]:
         return cast(list[Layer], list(self.layers))

@@ -56,7 +56,7 @@ class DeltaNet(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Returns what each token reads from its row's state, [t, values]. See `Mixer`."""
         assert isinstance(backend, StateBackend)
-        num_tokens, sizes = len(rotation[0]), [len(self.convolution), self.output.shape[1], 2 * self.heads.size]
+        num_tokens, sizes = len(rotation.cos), [len(self.convolution), self.output.shape[1], 2 * self.heads.size]
         if self.gates is None:
             rows, residual = norm.prepare(hidden, residual, self.inputs, layout)
             inputs, z, gates = torch.split(layout.trim(layout.column(rows, self.inputs), num_tokens), sizes, dim=1)

@@ -76,10 +76,10 @@ def find_fault(column: str, prompt: Any) -> str:
     """What is wrong with a row's prompt; empty if it can be asked."""
     if isinstance(prompt, str) or _is_list_of(prompt, dict) or _is_list_of(prompt, int):
         return ""
-    found = "nothing" if prompt is None else "an empty list" if prompt == [] else f"a {type(prompt).__name__}"
+    found = "nothing" if prompt is None else "an empty list" if prompt == [] else type(prompt).__name__
     if isinstance(prompt, list) and prompt:
-        found = f"a list with a {type(prompt[0]).__name__}"
-    return f"column {column!r} has {found}: expected text, token ids or messages"
+        found = f"a list with {type(prompt[0]).__name__}"
+    return f"column {column!r}: expected text, token ids or messages, got {found}"
 
 
 def _is_list_of(value: Any, kind: type) -> bool:

@@ -224,6 +224,8 @@ class Dealer(FrameSocket):
         max_frame: int = -1,
         alive: float = 30.0,
     ) -> None:
+        if not isinstance(address, str):  # before there is a socket, which nobody would close
+            raise TypeError(f"expected an address such as tcp://127.0.0.1:10211, got {address!r}")
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.MAXMSGSIZE, max_frame)
         socket.setsockopt(zmq.SNDHWM, 0)  # the other end's credit bounds senders

@@ -77,3 +77,11 @@ def test_yarn_scales_cos_and_sin() -> None:
         torch.tensor([0]), torch.float32
     )
     assert cos.tolist() == [[[1.5] * 8]]
+
+
+def test_queries_grow_with_every_context_of_the_pre_training() -> None:
+    rope = Rope(RopeSpec(kind="yarn", factor=4.0, original_max_position=16, query_growth=0.5), 8)
+    growth = rope.compute_growth(torch.tensor([0, 15, 16, 47, 48]), torch.float32)
+    assert growth is not None
+    assert growth[:, 0, 0].tolist() == pytest.approx([1 + 0.5 * math.log(n) for n in (1, 1, 2, 3, 4)])
+    assert Rope(RopeSpec(), 8).compute_growth(torch.tensor([0]), torch.float32) is None

@@ -231,6 +231,14 @@ def test_a_text_part_is_a_model(tmp_path: Path) -> None:
     assert read(tmp_path, **fields) == read(tmp_path, model_type="mistral", torch_dtype="bfloat16")
 
 
+def test_the_text_part_may_say_what_it_is(tmp_path: Path) -> None:
+    fields = {"model_type": "ministral3", "rope_parameters": YARN_BY_POSITION}
+    text = {name: value for name, value in MINIMAL.items() if name != "vocab_size"} | fields
+    whole = read(tmp_path, **(dict.fromkeys(text, ...) | {"model_type": "mistral3", "text_config": text}))
+    assert whole == read(tmp_path, **fields)
+    assert whole.ropes[0].query_growth == 0.1
+
+
 def test_yarn_parameters(tmp_path: Path) -> None:
     same = {"factor": 4.0, "attention_factor": 1.25, "mscale": 0.7, "mscale_all_dim": 0.9, "truncate": False}
     full = same | {"rope_type": "yarn", "original_max_position_embeddings": 64, "beta_fast": 16, "beta_slow": 2}
@@ -283,6 +291,7 @@ def test_end_tokens(tmp_path: Path) -> None:
         ({"model_type": "glm4", "partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),
         ({"model_type": "glm4", "head_dim": 10}, "partial_rotary_factor turns 5 of 10 dimensions: expected an even"),
         ({"model_type": "mistral", "rope_parameters": YARN_BY_POSITION}, "llama_4_scaling_beta other than 0"),
+        ({"model_type": "ministral3", "rope_parameters": {"rope_type": "default"}}, "rope_type 'default' is not"),
         ({"model_type": "olmo3", "rope_parameters": {"rope_theta": 1e4}}, "rope_parameters must have the sections"),
         ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers must be a list of"),
         ({"model_type": "ernie4_5", "use_bias": True}, "use_bias is True: supported: 0"),

@@ -33,8 +33,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
     def ask(question: LibraryQuestion) -> LibraryAnswer:
         return LibraryAnswer(architectures=known) if not question.model_dir else LibraryAnswer(error="no such model")
 
+    monkeypatch.setattr("toka_async.cli.models.ask_library", ask)  # first: an import would keep the other
     monkeypatch.setattr(implementation, "ask_library", ask)
-    monkeypatch.setattr("toka_async.cli.models.ask_library", ask)
 
 
 @pytest.mark.usefixtures("library")
@@ -49,6 +49,15 @@ def test_all_models_are_listed_by_whose_code_computes_them(capsys: pytest.Captur
     listed = json.loads(run(capsys, "--json")[1])
     assert {"llama", "qwen3_moe"} <= set(listed["native"])
     assert [each["model_type"] for each in listed["transformers"]] == ["bloom", "starcoder2"]
+
+
+def test_without_the_library_the_list_says_how_to_install_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(implementation, "find_spec", lambda _name: None)
+    through, problem = run(capsys)[1].splitlines()[-1].split("): ")
+    assert through == "through transformers (model.impl=transformers"
+    assert problem == "the library transformers is not installed: pip install 'toka-async[transformers]'"
 
 
 def test_a_native_model_is_described(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -82,7 +91,7 @@ def test_what_would_be_refused_is_said_with_the_reason_and_a_way_out(
     folder = make_checkpoint(tmp_path / "other", "gemma4_text", **GEMMA4_SMALL, enable_moe_block=True)
     out = run(capsys, str(folder))[1]
     assert "enable_moe_block is True" in out
-    assert "\nmodel.impl=transformers would refuse it as well: " in out
+    assert "\nmodel.impl=transformers cannot run it either: " in out
 
 
 @pytest.mark.usefixtures("loaded_library")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from tests.drivers.direct import direct_server, runs, wait_for_runs
 from tests.drivers.until import SECONDS, turns, until
 from tests.fakes.scheduler import FakeScheduler
 from tests.processes.cuttable import Cuttable
-from toka_async.client import Client, ConnectionLostError
+from toka_async.client import Client, ConnectionLostError, Pool
 
 PROMPT = [1, 2, 3]
 
@@ -119,6 +120,16 @@ async def test_what_is_no_address_is_one_error() -> None:
                 pass
     await turns()
     assert not others
+
+
+async def test_an_address_that_is_no_text_is_an_error_and_no_hang() -> None:
+    """As of a variable of the environment that is not set."""
+    url: Any = None
+    async with asyncio.timeout(60):
+        with pytest.raises(TypeError, match=r"expected an address such as tcp://127.0.0.1:10211, got None"):
+            await Client(url).__aenter__()
+        with pytest.raises(ConnectionLostError, match="got None"):
+            await Pool([url]).__aenter__()
 
 
 async def test_closing_fails_what_is_open() -> None:

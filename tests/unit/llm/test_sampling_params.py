@@ -79,6 +79,11 @@ def test_the_engine_makes_texts_of_streams_and_where_it_finds_stop_strings() -> 
         ({"stop": "a", "detokenize": False}, "detokenize=True"),
         ({"stop": ["a", ""]}, "'stop' must not hold an empty string"),
         ({"min_tokens": 17}, "'min_tokens' (17) is above max_tokens (16)"),
+        ({"stop": 3}, "'stop': expected a list, got int"),
+        ({"stop_token_ids": 3}, "'stop_token_ids': expected a list, got int"),
+        ({"allowed_token_ids": 2.5}, "'allowed_token_ids': expected a list, got float"),
+        ({"logit_bias": [3]}, "'logit_bias': expected a dict, got list"),
+        ({"structured_outputs": 3}, "'structured_outputs': expected a dict, got int"),
         ({"watermarking": True}, "'watermarking' is not supported"),
     ],
 )

@@ -16,6 +16,8 @@ from toka_async.model.comm import Comm, LocalComm
 from toka_async.model.layers import VocabularyMatrix
 from toka_async.model.matrices.ops import TorchOps
 
+ON_A_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+
 
 @pytest.mark.parametrize(("family", "size"), [("llama", 2), ("qwen2", 2), ("qwen3", 3), ("mistral", 3)], ids=str)
 def test_ranks_together_equal_one(tmp_path: Path, family: str, size: int) -> None:
@@ -70,7 +72,7 @@ def test_alone_nothing_is_exchanged() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])
 def test_float32_logits_are_not_rounded_to_the_models_dtype(size: int, device: str) -> None:
     spec = MatrixSpec(names=("head",), outputs=(Units(90),), inputs=Units(64), split="outputs")
     generator = torch.Generator().manual_seed(3)

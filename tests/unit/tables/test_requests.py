@@ -47,7 +47,7 @@ def test_a_row_without_a_prompt_is_refused_by_the_server(prompt: Any) -> None:
     url, body = ask(prompt)
     assert url == "/v1/completions"
     assert body["prompt"] is None
-    assert "column 'prompt' has " in find_fault("prompt", prompt)
+    assert "column 'prompt': expected text, token ids or messages, got " in find_fault("prompt", prompt)
 
 
 def test_a_row_with_a_prompt_has_no_fault() -> None:

@@ -64,7 +64,7 @@ def test_every_row_has_an_answer_or_an_error_in_its_order(tmp_path: Path, name: 
     assert [row["id"] for row in rows] == list(range(NUM_ROWS))
     bad = [row for row in rows if row["error"] is not None]
     assert [row["id"] for row in bad] == list(range(7, NUM_ROWS, 100))
-    assert {row["error"] for row in bad} == {"column 'prompt' has nothing: expected text, token ids or messages"}
+    assert {row["error"] for row in bad} == {"column 'prompt': expected text, token ids or messages, got nothing"}
     assert all(row["generated_text"] == f"after p{row['id']}" for row in rows if row["error"] is None)
 
 

@@ -76,7 +76,9 @@ def batch_service(request: web.Request) -> BatchService:
     service = request.app[BATCHES]
     if service is None:
         raise ApiError(
-            404, "there are no Files and Batches: server.data_dir names no folder to keep them in", code="no_data_dir"
+            404,
+            "this server keeps no files and batches: start it with server.data_dir=FOLDER, where it can keep them",
+            code="no_data_dir",
         )
     return service
 
