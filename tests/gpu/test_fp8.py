@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.cases.models import make_checkpoint
-from tests.cases.quantized import BLOCKS, CHANNELS, SIZES, dequantize_checkpoint, quantize_checkpoint
+from tests.cases.quantized import BLOCKS, CHANNELS, SIZES, TENSORS, dequantize_checkpoint, quantize_checkpoint
 from tests.drivers.engine import Engine
 from tests.gpu.test_decoder import logits_on
 from toka_async.checkpoint.hub import resolve_model
@@ -132,7 +132,10 @@ def test_every_tile_of_few_rows_and_of_gated_products(by_block: bool) -> None:
             assert (output.double() - exact).norm() / exact.norm() < 6e-3
 
 
-@pytest.mark.parametrize("kind", ["blocks", "channels"])
+PUBLISHED = {"blocks": BLOCKS, "channels": CHANNELS, "tensors": TENSORS}
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_logits(tmp_path: Path, family: str, kind: str) -> None:
     """Against the CPU's, which dequantizes weights and does not round inputs."""
@@ -141,7 +144,7 @@ def test_logits(tmp_path: Path, family: str, kind: str) -> None:
     from toka_async.kernels.fused import FusedOps
 
     dense = make_checkpoint(tmp_path / "dense", family, **SIZES)
-    folder = quantize_checkpoint(dense, tmp_path / "quantized", BLOCKS if kind == "blocks" else CHANNELS)
+    folder = quantize_checkpoint(dense, tmp_path / "quantized", PUBLISHED[kind])
     exact = logits_on(dequantize_checkpoint(folder, tmp_path / "exact"), torch.device("cpu"), torch.float32)
     for dtype in (torch.float32, torch.bfloat16):
         ops = FusedOps(scaled=ScaledKernels(ScaledProducts()))

@@ -1,6 +1,7 @@
 """Names of tensors in checkpoints: those of a text part, as if it were the whole model, and of what one tensor holds.
 
-The matrices of all experts may be one tensor [experts, rows, columns], with those of gate above those of up.
+The matrices of all experts may be one tensor [experts, rows, columns], with those of gate above those of up. The scale
+of a whole matrix has two names, and is a number or a tensor of one.
 """
 
 from __future__ import annotations
@@ -53,8 +54,10 @@ class StoredPart:
 def list_stored_parts(name: str, shape: Sequence[int], known: Container[str]) -> list[StoredPart]:
     """Lists the tensors of the model in a stored one; one under its own name if that is known, or is none of these."""
     match = _STACKED.fullmatch(name)
+    if name not in known and name.removesuffix("_inv") in known:
+        name = name.removesuffix("_inv")
     if name in known or match is None or len(shape) != 3:
-        return [StoredPart(name, tuple(shape))]
+        return [StoredPart(name, tuple(shape) or (1,))]
     matrices, (experts, rows, columns) = _MATRICES[match[2]], shape
     size = rows // len(matrices)
     return [
@@ -81,7 +84,7 @@ class StoredSlice:
     def __getitem__(self, indices: tuple[slice, ...]) -> Any:
         part = self.part
         if part.expert < 0:
-            return self.stored[indices]
+            return self.stored[indices] if self.stored.get_shape() else self.stored[()].reshape(1)[indices]
         rows, columns = indices
         moved = slice(part.first + rows.start, part.first + rows.stop)
         return self.stored[part.expert : part.expert + 1, moved, columns][0]

@@ -29,6 +29,8 @@ from toka_async.model.matrices.mxfp4 import BLOCKS, SCALES, Mxfp4Slice
 from toka_async.model.matrices.ops import Ops, TorchOps
 from toka_async.model.matrices.part import WeightPart
 
+INPUT_SCALES = ("input_scale", "activation_scale")
+
 
 def build_decoder(
     spec: ModelSpec,
@@ -207,5 +209,10 @@ def _check(path: Path, name: str, part: WeightPart, tensor: Any) -> None:
 
 
 def _is_scale(name: str, parts: Mapping[str, WeightPart]) -> bool:
-    """Tells whether a tensor has scales of a tensor in MXFP4, which takes them, or of the cache."""
-    return name.removesuffix(SCALES) in parts or parse_scale_name(name) is not None
+    """Tells whether a tensor has scales of a tensor in MXFP4, which takes them, of the cache, or of a matrix' inputs.
+
+    Inputs are quantized by their own scales.
+    """
+    matrix, _, last = name.rpartition(".")
+    is_of_inputs = last in INPUT_SCALES and f"{matrix}.weight" in parts
+    return is_of_inputs or name.removesuffix(SCALES) in parts or parse_scale_name(name) is not None

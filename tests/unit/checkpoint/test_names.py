@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from toka_async.checkpoint.names import find_text_name, is_of_other_part
+from toka_async.checkpoint.names import StoredPart, find_text_name, is_of_other_part, list_stored_parts
 
 
 @pytest.mark.parametrize(
@@ -25,3 +25,10 @@ def test_names_of_text_parts(name: str, found: str) -> None:
 )
 def test_parts_that_see_or_hear_are_known(name: str) -> None:
     assert is_of_other_part(name)
+
+
+def test_the_scale_of_a_matrix_has_two_names_and_may_be_a_number() -> None:
+    known = {"a.weight", "a.weight_scale"}
+    assert list_stored_parts("a.weight_scale_inv", [], known) == [StoredPart("a.weight_scale", (1,))]
+    assert list_stored_parts("a.weight_scale", [1], known) == [StoredPart("a.weight_scale", (1,))]
+    assert list_stored_parts("b.weight_scale_inv", [2, 3], known) == [StoredPart("b.weight_scale_inv", (2, 3))]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.cases.quantized import BLOCKS, CHANNELS
+from tests.cases.quantized import BLOCKS, CHANNELS, TENSORS
 from toka_async.checkpoint.json_file import JsonFile, ModelError
 from toka_async.checkpoint.quantization import FORMATS, Quantization, read_quantization
 
@@ -60,13 +60,42 @@ def test_compressed_blocks(tmp_path: Path) -> None:
 
 
 GROUP = "config_groups/group_0"
+MODELOPT: dict[str, Any] = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+
+
+def test_a_scale_for_each_matrix(tmp_path: Path) -> None:
+    """Static scales of inputs are not needed."""
+    expected = Quantization("tensor", "weight_scale", (r"(.*\.)?lm_head(\.|$)",))
+    assert read(tmp_path, TENSORS) == expected
+    older = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["lm_head"]}
+    assert read(tmp_path, older) == expected
+    compressed = changed(CHANNELS, f"{GROUP}/weights/strategy", "tensor")
+    for strategy, is_dynamic in (("token", True), ("tensor", True), ("tensor", False)):
+        compressed = changed(compressed, f"{GROUP}/input_activations/strategy", strategy)
+        compressed = changed(compressed, f"{GROUP}/input_activations/dynamic", is_dynamic)
+        assert read(tmp_path, compressed) == Quantization("tensor", "weight_scale", ("lm_head$",))
+
+
+def test_modelopt(tmp_path: Path) -> None:
+    """Its fields may be in a file of their own. Names are patterns as those of files."""
+    inside = read(tmp_path, MODELOPT | {"quant_method": "modelopt", "ignore": ["lm_head", "model.layers.1.mlp*"]})
+    own: dict[str, Any] = {"quantization": MODELOPT | {"exclude_modules": ["lm_head", "*layers.1.m*"]}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(own))
+    for found in (inside, read(tmp_path, {})):
+        assert found is not None
+        assert (found.scaling, found.scale_name) == ("tensor", "weight_scale")
+        assert not any(map(found.covers, ("lm_head", "model.layers.1.mlp.up_proj")))
+        assert all(map(found.covers, ("model.layers.11.mlp.up_proj", "model.layers.1.self_attn.q_proj")))
+    own["quantization"]["quant_algo"] = "NVFP4"
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(own))
+    with pytest.raises(ModelError, match=r"hf_quant_config.json: quantization.quant_algo is 'NVFP4'; supported: 'FP8'"):
+        read(tmp_path, {})
 
 
 @pytest.mark.parametrize(
     ("config", "named"),
     [
         ({"quant_method": "awq"}, "quantization_config (awq) is not supported; supported: fp8"),
-        (changed(BLOCKS, "weight_block_size", None), "weight_block_size is None; supported: [128, 128]"),
         (changed(BLOCKS, "weight_block_size", [64, 128]), "weight_block_size is [64, 128]"),
         (changed(BLOCKS, "activation_scheme", "static"), "activation_scheme is 'static'; supported: 'dynamic'"),
         (changed(BLOCKS, "fmt", "e5m2"), "fmt is 'e5m2'"),
@@ -75,10 +104,12 @@ GROUP = "config_groups/group_0"
         (changed(CHANNELS, "config_groups", {"a": {}, "b": {}}), "config_groups has 2 groups"),
         (changed(CHANNELS, f"{GROUP}/targets", ["Embedding"]), "targets is ['Embedding']"),
         (changed(CHANNELS, f"{GROUP}/weights/num_bits", 4), "weights.num_bits is 4; supported: 8"),
-        (changed(CHANNELS, f"{GROUP}/weights/strategy", "tensor"), "weights.strategy is 'tensor'"),
+        (changed(CHANNELS, f"{GROUP}/weights/strategy", "group"), "weights.strategy is 'group'; supported: 'channel'"),
+        (changed(TENSORS, "activation_scheme", "other"), "activation_scheme is 'other'; supported: 'dynamic'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4'; supported: 'FP8'"),
         (changed(CHANNELS, f"{GROUP}/input_activations", None), "input_activations.num_bits is None"),
         (changed(CHANNELS, f"{GROUP}/input_activations/dynamic", False), "input_activations.dynamic is False"),
-        (changed(CHANNELS, f"{GROUP}/input_activations/strategy", "tensor"), "input_activations.strategy is 'tensor'"),
+        (changed(CHANNELS, f"{GROUP}/input_activations/strategy", "block"), "input_activations.strategy is 'block'"),
         (changed(CHANNELS, "ignore", ["re:*"]), "ignore has '*', which is no regular expression"),
     ],
     ids=str,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.cases.models import make_checkpoint
-from tests.cases.quantized import BLOCKS, CHANNELS, SIZES, dequantize_checkpoint, quantize_checkpoint
+from tests.cases.quantized import BLOCKS, CHANNELS, SIZES, TENSORS, dequantize_checkpoint, quantize_checkpoint
 from tests.drivers.thread_ranks import run_ranks
 from tests.fakes.mean_attention import run
 from toka_async.checkpoint.division import check_tensor_size, group_experts
@@ -21,7 +21,7 @@ from toka_async.model.experts_feed import ExpertsFeed
 from toka_async.model.weights import build_decoder, load_weights, random_weights
 
 CPU = torch.device("cpu")
-PUBLISHED = {"blocks": BLOCKS, "channels": CHANNELS}
+PUBLISHED = {"blocks": BLOCKS, "channels": CHANNELS, "tensors": TENSORS}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2},
     "mixtral": {},
@@ -57,7 +57,7 @@ def test_weights_are_quantized_as_they_are_loaded(tmp_path: Path, kind: str, qua
     assert torch.equal(logits(load(dense, LocalComm(), quantize)), logits(load(folder, LocalComm())))
 
 
-@pytest.mark.parametrize("source", ["blocks", "channels", "fp8_block", "fp8"])
+@pytest.mark.parametrize("source", ["blocks", "channels", "tensors", "fp8_block", "fp8"])
 @pytest.mark.parametrize("ep", [1, 2])
 def test_ranks_together_equal_one(tmp_path: Path, source: str, ep: int) -> None:
     folder, how = make_checkpoint(tmp_path / "dense", "qwen3_moe", **SIZES | FAMILIES["qwen3_moe"]), source

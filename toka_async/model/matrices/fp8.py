@@ -25,7 +25,7 @@ _LINE = 4  # scales that a row of blocks has a multiple of, as cuBLASLt reads th
 
 
 class Fp8Matrix(nn.Module):
-    """A `Matrix` [n, k] whose scales are by channel or by block, see `Quantization`.
+    """A `Matrix` [n, k] whose scales are by output or by block, see `Quantization`.
 
     It takes few rows as they are, and others quantized where there are kernels for that.
     """
@@ -151,6 +151,9 @@ def list_scaled_parts(
     scale_shares = (share.divided(BLOCK), inputs.divided(BLOCK)) if by_block else (share, whole_of(1))
     if quantization.scale_name:
         yield f"{name}.weight", WeightPart(values, (share, inputs), ("F8_E4M3",), order=order)
+        if quantization.scaling == "tensor":
+            yield f"{name}.{quantization.scale_name}", WeightPart(scales, (whole_of(1),), constant=1.0)
+            return
         scales = scales[:, : scale_shares[1].size]
         yield (
             f"{name}.{quantization.scale_name}",

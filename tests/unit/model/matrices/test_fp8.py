@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.cases.models import make_checkpoint
-from tests.cases.quantized import BLOCKS, CHANNELS, SIZES, dequantize_checkpoint, quantize_checkpoint
+from tests.cases.quantized import BLOCKS, CHANNELS, SIZES, TENSORS, dequantize_checkpoint, quantize_checkpoint
 from tests.drivers.thread_ranks import run_ranks
 from tests.fakes.mean_attention import in_shards, run
 from toka_async.checkpoint.division import StagePart
@@ -31,7 +31,7 @@ from toka_async.model.matrices.share import whole_of
 from toka_async.model.weights import build_decoder, load_weights, random_weights
 
 CPU, OPS = torch.device("cpu"), TorchOps()
-PUBLISHED = {"blocks": BLOCKS, "channels": CHANNELS}
+PUBLISHED = {"blocks": BLOCKS, "channels": CHANNELS, "tensors": TENSORS}
 
 
 def load(folder: Path, comm: Comm, quantize: str = "none", layouts: LayoutPolicy | None = None) -> Decoder:
@@ -70,7 +70,7 @@ def test_weights_are_quantized_as_they_are_loaded(tmp_path: Path, kind: str, qua
     assert torch.equal(logits(load(dense, LocalComm(), quantize)), logits(load(folder, LocalComm())))
 
 
-@pytest.mark.parametrize("source", ["blocks", "channels", "fp8_block", "fp8"])
+@pytest.mark.parametrize("source", ["blocks", "channels", "tensors", "fp8_block", "fp8"])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_ranks_together_equal_one(tmp_path: Path, source: str, sharded: bool) -> None:
     folder, how = make_checkpoint(tmp_path / "dense", "llama", **SIZES), source
@@ -93,7 +93,7 @@ def test_stages_hold_their_layers(tmp_path: Path, quantize: str) -> None:
 
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_exempt_matrices_stay_dense(tmp_path: Path, kind: str) -> None:
-    names = "modules_to_not_convert" if kind == "blocks" else "ignore"
+    names = "ignore" if kind == "channels" else "modules_to_not_convert"
     exempt = [
         "lm_head",
         "model.layers.1.self_attn.o_proj",
@@ -132,10 +132,10 @@ def test_wrong_tensors(tmp_path: Path, kind: str) -> None:
     fields: dict[str, Any] = json.loads((folder / "config.json").read_text())
     stored = load_file(folder / "model.safetensors")
     weight = "model.layers.0.mlp.up_proj.weight"
-    scale = f"{weight}_scale_inv" if kind == "blocks" else f"{weight}_scale"
+    scale = f"{weight}_scale" if kind == "channels" else f"{weight}_scale_inv"
     for name, value, error in (
         (weight, stored[weight].float(), "is of type F32; supported: F8_E4M3"),
-        (scale, stored[scale][1:].contiguous(), "has shape"),
+        (scale, torch.ones(3, 5), "has shape"),
     ):
         save_file(stored | {name: value}, folder / "model.safetensors")
         with pytest.raises(ModelError, match=error):
@@ -279,4 +279,5 @@ def test_formats_are_those_of_checkpoints() -> None:
         "fp8/channel/weight_scale",
         "fp8/block/weight_scale",
         "fp8/block/weight_scale_inv",
+        "fp8/tensor/weight_scale",
     }
