@@ -53,8 +53,11 @@ def remove_folder(folder: Path) -> None:
 
 
 def _remove(folder: Path, fd: int) -> None:
-    """Raises OSError if the folder changes meanwhile."""
-    states = {name: os.stat(name, dir_fd=fd, follow_symlinks=False) for name in os.listdir(fd)}
+    """Raises OSError if something is added meanwhile."""
+    states = {}
+    for name in os.listdir(fd):
+        with suppress(FileNotFoundError):  # a process that ends removes its sockets
+            states[name] = os.stat(name, dir_fd=fd, follow_symlinks=False)
     if MARKER not in states or not all(_is_made_by_us(name, state) for name, state in states.items()):
         return
     for name in sorted(states, key=MARKER.__eq__):  # the marker goes last

@@ -45,6 +45,15 @@ def test_a_folder_lives_as_long_as_its_start(place: Path) -> None:
     assert not list(place.iterdir())
 
 
+@pytest.mark.usefixtures("place")
+def test_a_socket_that_goes_meanwhile_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda fd: [*listed(fd), "gone"])
+    with socket_folder() as folder:
+        bind(folder / "server")
+    assert not folder.exists()
+
+
 def test_what_killed_processes_left_is_removed(place: Path) -> None:
     left_over(place)
     with socket_folder() as folder:

@@ -78,7 +78,13 @@ class EngineProcess:
 
     def stop(self) -> None:
         """End the engine, and wait for it. Further calls do nothing."""
-        self._note_end("the engine was shut down")
+        with self._folder:  # which goes also when the user interrupts this
+            try:
+                self._note_end("the engine was shut down")
+            finally:
+                self._end_process()
+
+    def _end_process(self) -> None:
         self._process.terminate()
         try:
             self._process.wait(STOP_TIMEOUT)
@@ -89,7 +95,6 @@ class EngineProcess:
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
-        self._folder.close()
 
     def _watch(self) -> None:
         """Pass the engine's log on until it ends."""

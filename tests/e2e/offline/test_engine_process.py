@@ -231,7 +231,7 @@ def test_an_interrupted_script_ends_as_scripts_do(state: str, socket_folders: Pa
         _, errors = script.communicate(timeout=SECONDS)
     assert "KeyboardInterrupt" in errors
     wait_until_gone(pids.values())
-    assert not list(socket_folders.iterdir())
+    assert not list(socket_folders.glob("**/*")), errors
 
 
 @pytest.mark.parametrize("state", ["loading", "generating", "with copy"])
