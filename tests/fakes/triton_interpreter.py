@@ -24,7 +24,7 @@ def interpret_kernels() -> None:
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     language: Any = importlib.import_module("triton.language")
     builder = interpreter.InterpreterBuilder
-    patch_tensor, dot, cast = interpreter._patch_lang_tensor, builder.create_dot, builder.cast_impl
+    patch_tensor, cast = interpreter._patch_lang_tensor, builder.cast_impl
     convert = builder.create_fp_to_fp
 
     def patched(tensor: Any, scope: Any) -> None:
@@ -32,8 +32,10 @@ def interpret_kernels() -> None:
         # Its scalars are arrays of one element, which NumPy 2.4 no longer takes for an int.
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return dot(self, _widened(a), _widened(b), *rest)
+    def create_dot(self: Any, a: Any, b: Any, total: Any, *rest: Any) -> Any:  # noqa: ARG001 - precisions
+        # A library for matrices adds up in another order at another place of a tile, on some processors.
+        product = np.einsum("...ij,...jk->...ik", _widen(a), _widen(b), dtype=total.data.dtype, casting="unsafe")
+        return type(total)(product + total.data, total.dtype.scalar)
 
     def cast_impl(self: Any, source: Any, dtype: Any) -> Any:
         return cast(self, source, dtype) if _is_exact(source, dtype) else _round(source, dtype)
@@ -93,9 +95,10 @@ def _round(source: Any, dtype: Any) -> Any:
     return type(source)(torch.from_numpy(np.array(source.data)).to(rounded).view(bits).numpy(), dtype.scalar)
 
 
-def _widened(handle: Any) -> Any:
-    """A bfloat16 operand as float32: the interpreter keeps its bits as uint16, and would multiply those."""
-    if str(handle.dtype) != "bf16":
-        return handle
-    widened = (handle.data.astype(np.uint32) << 16).view(np.float32)
-    return type(handle)(widened, importlib.import_module("triton.language").float32)
+def _widen(handle: Any) -> np.ndarray[Any, Any]:
+    """Returns an operand's values, in float32 where the interpreter keeps bits of which NumPy has no type."""
+    if (stored := _ROUNDED.get(str(handle.dtype.scalar))) is None:
+        values: np.ndarray[Any, Any] = handle.data
+        return values
+    widened: np.ndarray[Any, Any] = torch.from_numpy(np.array(handle.data)).view(stored[0]).float().numpy()
+    return widened
