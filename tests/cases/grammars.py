@@ -106,13 +106,14 @@ def walk(matchers: RowMatchers, slots: Int32, seed: int, most: int = 400) -> lis
     """Draws allowed tokens at random until all rows are over; returns the rows' tokens, without their end."""
     rng = np.random.default_rng(seed)
     outputs: list[list[int]] = [[] for _ in slots]
-    rows = matchers.take(slots)
+    has_ended = [False] * slots.size
     for _ in range(most):
         drawn = np.asarray([rng.choice(each) for each in list_allowed(matchers, slots)], np.int32)
-        for row, output, token in zip(rows, outputs, drawn.tolist(), strict=True):
-            if row.matcher is not None and token not in END_IDS:
-                output.append(token)
-        matchers.advance(rows, drawn)
-        if all(row.matcher is None for row in rows):
+        for place, token in enumerate(drawn.tolist()):
+            has_ended[place] |= token in END_IDS
+            if not has_ended[place]:
+                outputs[place].append(token)
+        matchers.advance(matchers.take(slots), drawn)
+        if all(has_ended):
             return outputs
     raise AssertionError(f"rows did not end after {most} tokens")

@@ -16,6 +16,7 @@ from time import thread_time
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from toka_async.arrays import Bool, Int32, Int64
 from toka_async.grammars.lark import GrammarError
@@ -48,19 +49,12 @@ class GrammarRow:
     min_tokens: int
 
 
-@dataclass(slots=True, eq=False)
-class MatchedRow:
-    """A row on its way. original: number of the matcher that its own is a copy of.
+@dataclass(slots=True, frozen=True)
+class MatchedRows:
+    """Rows on their way: slots int32 [r], all different, and which of each slot's rows, int64 [r]."""
 
-    matcher: None if the row does not go on: it has drawn an end token, or it has an error, which says why.
-    """
-
-    matcher: LLMatcher | None
-    original: int
-    min_tokens: int
-    num_tokens: int = 0
-    error: str = ""
-    drawn_by: int = -1  # number of the newest draw whose token the matcher may not have
+    slots: Int32
+    numbers: Int64
 
 
 @dataclass(slots=True)
@@ -76,7 +70,9 @@ class _Compiled:
 
 
 class RowMatchers:
-    """The rows with a grammar, by slot.
+    """The rows with a grammar, by slot. A row stops once it has drawn an end token, or has failed.
+
+    Work is by column: Python touches an object of each row only to hand its matcher to the library.
 
     Args:
         num_threads: of Rust, which masks are made in.
@@ -89,28 +85,39 @@ class RowMatchers:
         self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
         self._num_compiled = 0
         self._admitted: dict[int, GrammarRow] = {}  # that have not started
-        self._rows: dict[int, MatchedRow] = {}
+        self._num_rows = 0
+        # By slot.
         self._has_row: Bool = np.zeros(max_seqs, np.bool_)
-        self._original: Int32 = np.zeros(max_seqs, np.int32)  # by slot, of those that have a row
+        self._number: Int64 = np.zeros(max_seqs, np.int64)  # of its row; another one for each
+        self._matchers: npt.NDArray[np.object_] = np.full(max_seqs, None, object)  # None: the row has stopped
+        self._goes_on: Bool = np.zeros(max_seqs, np.bool_)
+        self._has_failed: Bool = np.zeros(max_seqs, np.bool_)
+        self._original: npt.NDArray[np.uint16] = np.zeros(max_seqs, np.uint16)  # what its matcher is a copy of
+        self._num_tokens: Int64 = np.zeros(max_seqs, np.int64)
+        self._min_tokens: Int64 = np.zeros(max_seqs, np.int64)
         ends = np.asarray(sorted(vocabulary.end_ids), np.int64)
         self._end_ids = ends[(ends >= 0) & (ends < vocabulary.num_tokens)]
         self.num_words = -(-vocabulary.num_tokens // WORD)
 
     def __len__(self) -> int:
-        return len(self._rows) + len(self._admitted)
+        return self._num_rows
 
     def free(self, slots: Int32) -> None:
         """Forgets the slots' rows, if they have a grammar."""
-        for slot in slots[self._has_row[slots]].tolist():
-            if self._admitted.pop(slot, None) is None:
-                del self._rows[slot]
-            self._has_row[slot] = False
+        freed = slots[self._has_row[slots]]
+        for slot in freed.tolist() if self._admitted else ():
+            self._admitted.pop(slot, None)
+        self._has_row[freed] = self._goes_on[freed] = False
+        self._matchers[freed] = None
+        self._num_rows -= freed.size
 
     def admit(self, rows: Sequence[GrammarRow]) -> None:
         """Takes new rows; the slots are free. They start when they are asked for: a grammar's first one compiles it."""
         for row in rows:
             self._admitted[row.slot] = row
             self._has_row[row.slot] = True
+            self._number[row.slot] += 1
+        self._num_rows += len(rows)
 
     def has_any(self, slots: Int32) -> bool:
         """Whether a row of these has a grammar."""
@@ -122,50 +129,55 @@ class RowMatchers:
         places = np.flatnonzero(self._has_row[slots])
         return places[np.argsort(self._original[slots[places]], kind="stable")]
 
-    def take(self, slots: Int32) -> list[MatchedRow]:
+    def take(self, slots: Int32) -> MatchedRows:
+        """Takes the slots' rows, each of which has a grammar."""
         self._start_admitted()
-        return [self._rows[slot] for slot in slots.tolist()]
+        return MatchedRows(slots, self._number[slots])
 
-    def advance(self, rows: Sequence[MatchedRow], token_ids: Int32) -> None:
-        """Advances each row by a token that it drew."""
-        # Thousands of rows a step: no objects are made for each, which the garbage collector would look through.
-        going = [row for row in rows if row.matcher is not None]
-        matchers = [row.matcher for row in rows if row.matcher is not None]
-        if not going:
+    def advance(self, rows: MatchedRows, token_ids: Int32) -> None:
+        """Advances each row by a token that it drew, unless it has stopped or its slot has another one."""
+        slots = rows.slots
+        going = self._goes_on[slots] & (self._number[slots] == rows.numbers)
+        if not going.all():
+            slots, token_ids = slots[going], token_ids[going]
+        if not slots.size:
             return
-        if len(going) < len(rows):
-            token_ids = token_ids[[row.matcher is not None for row in rows]]
-        taken = self._run().consume_token_par(list(zip(matchers, token_ids.tolist(), strict=True)))
-        for row in going:
-            row.num_tokens += 1
-        for place in np.flatnonzero(np.isin(token_ids, self._end_ids)).tolist():
-            if taken[place]:
-                going[place].matcher = None
-        if not all(taken):
-            for row, is_taken in zip(going, taken, strict=True):
-                if not is_taken:
-                    self._note_error(row)
+        pairs = list(zip(self._matchers[slots].tolist(), token_ids.tolist(), strict=True))
+        taken = np.array(self._run().consume_token_par(pairs))
+        self._num_tokens[slots] += 1
+        self._stop(slots[taken & np.isin(token_ids, self._end_ids)])
+        for slot in slots[~taken].tolist():
+            self._note_error(slot)
 
-    def fill(self, rows: Sequence[MatchedRow], masks: Int32) -> list[int]:
+    def fill(self, rows: MatchedRows, masks: Int32) -> list[int]:
         """Writes a mask of each row, int32 [r, num_words]: the bits of ids that it may draw, lowest first.
 
-        A row that does not go on may draw anything. Returns the places of those with an error.
+        The slots have these rows. One that has stopped may draw anything. Returns the places of those that have failed.
         """
-        going = [place for place, row in enumerate(rows) if row.matcher is not None]
-        matchers = [row.matcher for row in rows if row.matcher is not None]
-        if len(going) < len(rows):
-            masks.fill(-1)
-        if going:
-            asked = list(zip(matchers, going, strict=True))
-            self._run().unsafe_compute_mask_ptr(asked, masks.ctypes.data, 4 * self.num_words, len(rows))
-        for place, matcher in zip(going, matchers, strict=True):
-            row = rows[place]
-            if matcher.is_error():
-                self._note_error(row)
-                masks[place] = -1
-            elif row.num_tokens < row.min_tokens:
+        slots = rows.slots
+        places = np.flatnonzero(self._goes_on[slots])
+        if places.size < slots.size:
+            masks[~self._goes_on[slots]] = -1
+        if places.size:
+            pairs = list(zip(self._matchers[slots[places]].tolist(), places.tolist(), strict=True))
+            self._run().unsafe_compute_mask_ptr(pairs, masks.ctypes.data, 4 * self.num_words, slots.size)
+            for place in self._find_suspects(places, masks).tolist():
+                if self._matchers[slots[place]].is_error():
+                    self._note_error(int(slots[place]))
+                    masks[place] = -1
+            held = self._goes_on[slots] & (self._num_tokens[slots] < self._min_tokens[slots])
+            for place in np.flatnonzero(held).tolist():
                 self._hold_ends(masks[place])
-        return [place for place, row in enumerate(rows) if row.error]
+        failed: list[int] = np.flatnonzero(self._has_failed[slots]).tolist()
+        return failed
+
+    def _find_suspects(self, places: Int64, masks: Int32) -> Int64:
+        """Finds rows that may have failed: the library allows these the ends."""
+        if not self._end_ids.size:
+            return places
+        word, bit = divmod(int(self._end_ids[0]), WORD)
+        suspects: Int64 = places[(masks[places, word] >> bit) & 1 == 1]
+        return suspects
 
     def _hold_ends(self, mask: Int32) -> None:
         """Forbids end tokens, unless nothing else is allowed: a complete output cannot go on."""
@@ -176,22 +188,25 @@ class RowMatchers:
             mask[:] = held
 
     def _start_admitted(self) -> None:
-        for slot, row in self._admitted.items():
-            started = self._rows[slot] = self._start(row)
-            self._original[slot] = started.original
+        for row in self._admitted.values():
+            self._start(row)
         self._admitted.clear()
 
-    def _start(self, given: GrammarRow) -> MatchedRow:
+    def _start(self, row: GrammarRow) -> None:
+        slot = row.slot
+        self._num_tokens[slot], self._min_tokens[slot] = row.generated.size, row.min_tokens
+        self._has_failed[slot] = False
         try:
-            number, original = self._find_original(given.grammar)
+            number, original = self._find_original(row.grammar)
         except GrammarError as error:
             logger.warning("a grammar cannot be used: %s", error)
-            return MatchedRow(None, -1, given.min_tokens, error=str(error))
-        matcher = original.deep_copy()
-        row = MatchedRow(matcher, number, given.min_tokens, given.generated.size)
-        if given.generated.size and not matcher.consume_tokens(given.generated.tolist()):  # before a preemption
-            self._note_error(row)
-        return row
+            self._has_failed[slot] = True
+            return
+        self._original[slot] = number % (1 << 16)
+        self._matchers[slot] = matcher = original.deep_copy()
+        self._goes_on[slot] = True
+        if row.generated.size and not matcher.consume_tokens(row.generated.tolist()):  # before a preemption
+            self._note_error(slot)
 
     def _find_original(self, grammar: str) -> tuple[int, LLMatcher]:
         """Raises GrammarError."""
@@ -218,11 +233,15 @@ class RowMatchers:
             self._executor = LLExecutor(self._num_threads)
         return self._executor
 
-    def _note_error(self, row: MatchedRow) -> None:
-        assert row.matcher is not None
-        row.error = shorten_error(row.matcher.get_error()) or "it does not go on"
-        row.matcher = None
-        logger.warning("a grammar failed after %d tokens: %s", row.num_tokens, row.error)
-        if "panic" in row.error:  # the library leaves the shared lexer locked: no further row may copy this original
+    def _stop(self, slots: Int32) -> None:
+        self._goes_on[slots] = False
+        self._matchers[slots] = None
+
+    def _note_error(self, slot: int) -> None:
+        error = shorten_error(self._matchers[slot].get_error()) or "it does not go on"
+        self._has_failed[slot], self._goes_on[slot], self._matchers[slot] = True, False, None
+        logger.warning("a grammar failed after %d tokens: %s", self._num_tokens[slot], error)
+        if "panic" in error:  # the library leaves the shared lexer locked: no further row may copy this original
+            broken = self._original[slot]
             for compiled in self._compiled.values():
-                compiled.originals = [each for each in compiled.originals if each[0] != row.original]
+                compiled.originals = [each for each in compiled.originals if each[0] % (1 << 16) != broken]

@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 
 from toka_async.arrays import Int32, Int64
-from toka_async.grammars.matchers import GrammarRow, MatchedRow, RowMatchers
+from toka_async.grammars.matchers import GrammarRow, MatchedRows, RowMatchers
 from toka_async.runner.clock import Mark, mark
 from toka_async.runner.copies import Download, upload
 from toka_async.runner.rows import RowPrompt, RowTables
+
+PART = 2048  # rows, whose masks are copied while those of the next ones are made
 
 
 @dataclass(slots=True)
@@ -36,7 +38,7 @@ class MaskedDraw:
 
     slots: Int32
     places: Int64 = field(default_factory=lambda: np.empty(0, np.int64))
-    rows: list[MatchedRow] = field(default_factory=list)
+    rows: MatchedRows | None = None
     broken: list[int] = field(default_factory=list)
     seconds: float = 0.0
     stall: tuple[Mark, Mark] | None = None
@@ -54,8 +56,9 @@ class GrammarMasks:
         self._copies = copies
         rows.masks = torch.zeros(rows.params.size + 1, matchers.num_words, dtype=torch.int32, device=rows.device)
         # Draws whose tokens the matchers do not have, and the number of the first of them.
-        self._under_way: deque[tuple[list[MatchedRow], Download]] = deque()
+        self._under_way: deque[tuple[MaskedDraw, Download]] = deque()
         self._num_taken = 0
+        self._drawn_by: Int64 = np.full(rows.params.size, -1, np.int64)  # by slot, the number of its row's last draw
 
     def apply(self, freed: Int32, admitted: Int32) -> None:
         """Forgets the freed slots' rows, and takes the admitted ones that have a grammar."""
@@ -67,6 +70,7 @@ class GrammarMasks:
             for slot, prompt in zip(admitted.tolist(), prompts, strict=True)
             if prompt.grammar
         ]
+        self._drawn_by[admitted] = -1
         if started:
             self._matchers.admit(started)
 
@@ -76,45 +80,49 @@ class GrammarMasks:
 
     def fill(self, draw: MaskedDraw) -> None:
         """Makes the masks for a draw that follows; its forward pass is launched. Waits for its rows' last tokens."""
-        draw.places = self._matchers.find(draw.slots)
-        draw.rows = self._matchers.take(draw.slots[draw.places])
-        newest = max(row.drawn_by for row in draw.rows)
-        while self._under_way and self._num_taken <= newest:
-            rows, download = self._under_way.popleft()
-            self._num_taken += 1
-            (token_ids,) = download.collect()
-            with _timed(draw):
-                self._matchers.advance(rows, token_ids)
+        begin = mark() if self._copies is not None else None
         with _timed(draw):
-            # Memory from which a GPU fetches on its own time is not used again before it has.
-            pinned = self._copies is not None
-            masks = torch.empty(len(draw.rows), self._matchers.num_words, dtype=torch.int32, pin_memory=pinned)
-            draw.broken = draw.places[self._matchers.fill(draw.rows, masks.numpy())].tolist()
-        self._copy(draw, masks)
+            draw.places = self._matchers.find(draw.slots)
+            draw.rows = self._matchers.take(draw.slots[draw.places])
+            newest = self._drawn_by[draw.rows.slots].max()
+            slots_at = self._copy_slots(draw.rows.slots)
+        while self._under_way and self._num_taken <= newest:
+            last, download = self._under_way.popleft()
+            self._num_taken += 1
+            token_ids = download.collect()[0]
+            assert last.rows is not None
+            with _timed(draw):
+                self._matchers.advance(last.rows, token_ids[last.places])
+        with _timed(draw):
+            self._fill_table(draw, draw.rows, slots_at)
+        if self._copies is not None and begin is not None:
+            torch.cuda.current_stream().wait_stream(self._copies)
+            draw.stall = begin, mark()
 
-    def follow(self, draw: MaskedDraw, token_ids: Tensor) -> None:
-        """Takes the tokens int64 [s] that the draw's rows drew, once they are needed."""
-        (at,) = upload((draw.places,), token_ids.device)
-        number = self._num_taken + len(self._under_way)
-        for row in draw.rows:
-            row.drawn_by = number
-        download = Download([token_ids.index_select(0, at).to(torch.int32)], self._copies)
-        self._under_way.append((draw.rows, download))
+    def follow(self, draw: MaskedDraw, download: Download) -> None:
+        """Takes what brings the tokens that the draw's rows drew, int32 [s], before anything else."""
+        assert draw.rows is not None
+        self._drawn_by[draw.rows.slots] = self._num_taken + len(self._under_way)
+        self._under_way.append((draw, download))
 
-    def _copy(self, draw: MaskedDraw, masks: Tensor) -> None:
-        table = self._rows.masks
-        assert table is not None
-        if self._copies is None:
-            (slots_at,) = upload((draw.slots[draw.places],), table.device)
-            table.index_copy_(0, slots_at, masks)
-            return
-        # The rows' former draws are done, since their tokens are known: nothing reads these slots' masks.
+    def _copy_slots(self, slots: Int32) -> Tensor:
         with torch.cuda.stream(self._copies):
-            (slots_at,) = upload((draw.slots[draw.places],), table.device)
-            table.index_copy_(0, slots_at, masks.to(table.device, non_blocking=True))
-        begin = mark()
-        torch.cuda.current_stream().wait_stream(self._copies)
-        draw.stall = begin, mark()
+            return upload((slots,), self._rows.device)[0]
+
+    def _fill_table(self, draw: MaskedDraw, rows: MatchedRows, slots_at: Tensor) -> None:
+        """Makes masks and copies them to the device. Nothing reads these slots' old ones: their draws are done."""
+        table, num_rows = self._rows.masks, rows.slots.size
+        assert table is not None
+        for first in range(0, num_rows, PART):
+            part = slice(first, min(first + PART, num_rows))
+            # Memory from which a GPU fetches on its own time is not used again before it has.
+            masks = torch.empty(
+                part.stop - first, self._matchers.num_words, dtype=torch.int32, pin_memory=self._copies is not None
+            )
+            broken = self._matchers.fill(MatchedRows(rows.slots[part], rows.numbers[part]), masks.numpy())
+            draw.broken += draw.places[part][broken].tolist()
+            with torch.cuda.stream(self._copies):
+                table.index_copy_(0, slots_at[part], masks.to(table.device, non_blocking=True))
 
 
 @contextmanager

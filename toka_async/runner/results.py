@@ -25,7 +25,10 @@ from toka_async.runner.samples import Draws, TopLogprobs
 
 
 class PartResults:
-    """A micro-batch's results on their way to the host. places: int64 [s], among the step's; None: it has all."""
+    """A micro-batch's results on their way to the host. places: int64 [s], among the step's; None: it has all.
+
+    download: brings the sampled ids first.
+    """
 
     def __init__(
         self,
@@ -44,11 +47,11 @@ class PartResults:
         self._asked = asked
         tensors = [] if samples is None else samples.list_tensors()
         self._num_own = len(tensors)
-        self._download = Download([*tensors, *_list_tensors(of_chunks)], stream)
+        self.download = Download([*tensors, *_list_tensors(of_chunks)], stream)
 
     def collect(self) -> tuple[list[npt.NDArray[Any]], tuple[ChunkLogprobs, ...]]:
         """Waits for what the part sampled, in the order of `Draws.list_tensors`, and for prompts' log-probs."""
-        arrays = self._download.collect()
+        arrays = self.download.collect()
         own, of_chunks = arrays[: self._num_own], arrays[self._num_own :]
         return own, _cut_chunks(self._asked, *of_chunks) if of_chunks else ()
 

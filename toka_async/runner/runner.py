@@ -196,11 +196,12 @@ class Runner:
             samples, hidden = self._compute(step_rows, groups, bool(asked), residuals, before_draw)
             if asked:
                 of_chunks = compute_prompt_logprobs(hidden, asked, self.model.logits, rows.vocab_size)
-        if self._masks is not None and masked is not None and samples is not None:
-            self._masks.follow(masked, samples.token_ids)
         if pipeline is not None:
             pipeline.pass_on(step_rows, hidden, None if samples is None else samples.token_ids)
-        return PartResults(samples, asked, of_chunks, part.places, self._clock.copies, masked)
+        results = PartResults(samples, asked, of_chunks, part.places, self._clock.copies, masked)
+        if self._masks is not None and masked is not None and samples is not None:
+            self._masks.follow(masked, results.download)
+        return results
 
     def _apply(self, step: Step) -> None:
         rows, before = self._rows, self._rows.order

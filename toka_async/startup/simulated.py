@@ -224,7 +224,7 @@ class SimulatedRank:
         if not places.size:
             return []
         rows = matchers.take(slots[places])
-        masks = np.zeros((len(rows), matchers.num_words), np.int32)
+        masks = np.zeros((places.size, matchers.num_words), np.int32)
         broken = matchers.fill(rows, masks)
         allowed = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")[:, : self.ready.vocab_size]
         distance = (np.arange(self.ready.vocab_size) - token_ids[places, None]) % self.ready.vocab_size
