@@ -10,7 +10,7 @@ import asyncio
 import os
 import secrets
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,17 +130,19 @@ class Trainer:
         """
         from toka_async.transfer.buckets import BucketWriter, CudaWriter, ShmWriter, fill_in_turn
 
-        await self.begin_update()
+        begun = asyncio.create_task(self.begin_update())
+        await asyncio.sleep(0)  # it is sent: the server's steps end while the first bucket is filled
         writers: list[BucketWriter] = []
         try:
             for _ in range(2):
                 name = f"toka-{os.getpid()}-{secrets.token_hex(8)}"
                 writers.append(CudaWriter(bucket_bytes, device) if device else ShmWriter(name, bucket_bytes))
-            await self._load_in_turn(fill_in_turn(writers, tensors))
-        except CommandError:  # the engine has given the update up
+            await self._load_in_turn(begun, fill_in_turn(writers, tensors))
+        except CommandError:  # no update has begun, or the engine has given it up
             raise
         except BaseException:
             with suppress(CommandError, ConnectionLostError):
+                await begun
                 await self.abandon_update()
             raise
         finally:
@@ -148,16 +150,18 @@ class Trainer:
                 writer.close()
         await self.finish_update(version)
 
-    async def _load_in_turn(self, fillings: Iterable[Filling]) -> None:
+    async def _load_in_turn(self, begun: Awaitable[None], fillings: Iterable[Filling]) -> None:
         """Load fillings of two buckets. The server has the next one already when it has loaded one."""
         loads: deque[asyncio.Task[None]] = deque()
         try:
             for infos, bucket in fillings:
+                await begun
                 loads.append(asyncio.create_task(self.load(bucket, infos)))
                 await asyncio.sleep(0)  # it is sent
                 if len(loads) > 1:  # the next filling overwrites the bucket of the older one
                     await loads[0]
                     loads.popleft()
+            await begun
             while loads:
                 await loads[0]
                 loads.popleft()

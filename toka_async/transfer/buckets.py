@@ -14,7 +14,7 @@ from torch import Tensor
 from toka_async.control import CudaBucket, ShmBucket
 from toka_async.transfer.errors import TransferError
 from toka_async.transfer.shared import FOLDER, share_cuda
-from toka_async.transfer.tensors import ALIGNMENT, TensorInfo, describe_tensor, view_bytes
+from toka_async.transfer.tensors import ALIGNMENT, TensorInfo, describe_tensor
 
 Bucket = ShmBucket | CudaBucket
 Filling = tuple[list[TensorInfo], Bucket]
@@ -38,14 +38,16 @@ class BucketWriter(ABC):
         """
         assert self._bytes is not None, "the bucket is closed"
         info = describe_tensor(name, tensor)
-        if info.num_bytes > self.num_bytes:
-            raise TransferError(f"{name} has {info.num_bytes} bytes, the bucket {self.num_bytes}")
-        if self._end + info.num_bytes > self.num_bytes:
+        num_bytes = info.num_bytes
+        if num_bytes > self.num_bytes:
+            raise TransferError(f"{name} has {num_bytes} bytes, the bucket {self.num_bytes}")
+        if self._end + num_bytes > self.num_bytes:
             return False
-        self._bytes[self._end : self._end + info.num_bytes].copy_(view_bytes(tensor))
+        with torch.no_grad():
+            info.view(self._bytes, self._end).copy_(tensor)
         self._infos.append(info)
         self._offsets.append(self._end)
-        self._end += -(-info.num_bytes // ALIGNMENT) * ALIGNMENT
+        self._end += -(-num_bytes // ALIGNMENT) * ALIGNMENT
         return True
 
     def take(self) -> Filling:

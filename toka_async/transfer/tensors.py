@@ -32,9 +32,10 @@ class TensorInfo:
 
     def view(self, buffer: Tensor, offset: int) -> Tensor:
         """Views bytes [b] from an offset on as the tensor; copies them where they do not lie as torch needs it."""
-        data = buffer[offset : offset + self.num_bytes]
-        if data.numel() != self.num_bytes:
-            raise TransferError(f"{self.name}: {self.num_bytes} bytes from {offset} on are not in {len(buffer)} bytes")
+        num_bytes = self.num_bytes
+        data = buffer[offset : offset + num_bytes]
+        if data.numel() != num_bytes:
+            raise TransferError(f"{self.name}: {num_bytes} bytes from {offset} on are not in {len(buffer)} bytes")
         if data.data_ptr() % self.dtype.itemsize or data.storage_offset() % self.dtype.itemsize:
             data = data.clone()
         return data.view(self.dtype).view(self.shape)

@@ -55,6 +55,8 @@ class WeightPart:
 
     def cut(self, tensor: Any) -> Tensor:
         """Cuts the rank's part out of a tensor, or of a slice of a safetensors file."""
+        if isinstance(tensor, Tensor) and self.is_whole:
+            return tensor
         runs: list[Tensor] = [tensor[tuple(share.indices for share in run)] for run in self.runs]
         return runs[0] if len(runs) == 1 else torch.cat(runs)
 
