@@ -1,16 +1,18 @@
 """Follows rows through their grammars on a rank: which tokens each may draw next.
 
-Rows of one grammar are copies of few compiled matchers, which Rust's threads advance and ask in parallel, without the
-interpreter's lock. Copies share the lexer of their original behind a lock, so there are several originals, and rows of
-one are neighbours. Knows slots and token ids; knows no requests and no torch.
+Rows of one grammar are copies of few compiled matchers, the originals. Copies share the lexer of their original behind
+a lock, so that two threads at copies of one original wait for each other. Therefore rows belong to lanes: a lane has at
+most one original of a grammar, and one thread. Threads advance and ask matchers without the interpreter's lock.
+Knows slots and token ids; knows no requests and no torch.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import thread_time
 from typing import TYPE_CHECKING
@@ -28,8 +30,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MOST_GRAMMARS = 256  # that are kept compiled
-ROWS_EACH = 8  # of a grammar, after which it is compiled once more
+ROWS_EACH = 8  # of a grammar, after which it is compiled for one more lane
 LONG = 0.02  # seconds of a processor; a grammar that takes longer is compiled once: all rows wait meanwhile
+FEW = 4  # rows, which are done before threads would be awake
 MOST_THREADS = 16
 WORD = 32  # ids of a word of a mask
 
@@ -59,12 +62,12 @@ class MatchedRows:
 
 @dataclass(slots=True)
 class _Compiled:
-    """A grammar's matchers, which never advance, with their numbers, and how many rows it has had.
+    """A grammar's originals, which never advance, by lane, and how many rows it has had.
 
     is_slow: compiling it took long.
     """
 
-    originals: list[tuple[int, LLMatcher]] = field(default_factory=list)
+    originals: dict[int, LLMatcher] = field(default_factory=dict)
     num_rows: int = 0
     is_slow: bool = False
 
@@ -81,9 +84,10 @@ class RowMatchers:
     def __init__(self, vocabulary: GrammarVocabulary, max_seqs: int, num_threads: int) -> None:
         self._vocabulary = vocabulary
         self._num_threads = num_threads
-        self._executor: LLExecutor | None = None  # threads are started when they are needed
+        self._executors: list[LLExecutor] = []  # of each lane; they and the threads are made when they are needed
+        self._threads = ThreadPoolExecutor(num_threads, "masks")
         self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
-        self._num_compiled = 0
+        self._next_lane = self._num_started = 0
         self._admitted: dict[int, GrammarRow] = {}  # that have not started
         self._num_rows = 0
         # By slot.
@@ -92,7 +96,8 @@ class RowMatchers:
         self._matchers: npt.NDArray[np.object_] = np.full(max_seqs, None, object)  # None: the row has stopped
         self._goes_on: Bool = np.zeros(max_seqs, np.bool_)
         self._has_failed: Bool = np.zeros(max_seqs, np.bool_)
-        self._original: npt.NDArray[np.uint16] = np.zeros(max_seqs, np.uint16)  # what its matcher is a copy of
+        self._lane: npt.NDArray[np.uint8] = np.zeros(max_seqs, np.uint8)
+        self._grammar: npt.NDArray[np.object_] = np.full(max_seqs, None, object)
         self._num_tokens: Int64 = np.zeros(max_seqs, np.int64)
         self._min_tokens: Int64 = np.zeros(max_seqs, np.int64)
         ends = np.asarray(sorted(vocabulary.end_ids), np.int64)
@@ -108,7 +113,7 @@ class RowMatchers:
         for slot in freed.tolist() if self._admitted else ():
             self._admitted.pop(slot, None)
         self._has_row[freed] = self._goes_on[freed] = False
-        self._matchers[freed] = None
+        self._matchers[freed] = self._grammar[freed] = None
         self._num_rows -= freed.size
 
     def admit(self, rows: Sequence[GrammarRow]) -> None:
@@ -124,10 +129,8 @@ class RowMatchers:
         return bool(self._has_row[slots].any())
 
     def find(self, slots: Int32) -> Int64:
-        """Finds the places of rows with a grammar; those of one original are neighbours."""
-        self._start_admitted()
-        places = np.flatnonzero(self._has_row[slots])
-        return places[np.argsort(self._original[slots[places]], kind="stable")]
+        """Finds the places of rows with a grammar."""
+        return np.flatnonzero(self._has_row[slots])
 
     def take(self, slots: Int32) -> MatchedRows:
         """Takes the slots' rows, each of which has a grammar."""
@@ -136,18 +139,32 @@ class RowMatchers:
 
     def advance(self, rows: MatchedRows, token_ids: Int32) -> None:
         """Advances each row by a token that it drew, unless it has stopped or its slot has another one."""
-        slots = rows.slots
-        going = self._goes_on[slots] & (self._number[slots] == rows.numbers)
-        if not going.all():
-            slots, token_ids = slots[going], token_ids[going]
-        if not slots.size:
+        if rows.slots.size <= FEW:
+            for row in zip(rows.slots.tolist(), rows.numbers.tolist(), token_ids.tolist(), strict=True):
+                self._advance_row(*row)
             return
-        pairs = list(zip(self._matchers[slots].tolist(), token_ids.tolist(), strict=True))
-        taken = np.array(self._run().consume_token_par(pairs))
+        going = self._goes_on[rows.slots] & (self._number[rows.slots] == rows.numbers)
+        slots, token_ids = rows.slots[going], token_ids[going]
+        taken = np.ones(slots.size, np.bool_)
+
+        def advance(lane: int, places: Int64) -> None:
+            pairs = list(zip(self._matchers[slots[places]].tolist(), token_ids[places].tolist(), strict=True))
+            taken[places] = self._executors[lane].consume_token_par(pairs)
+
+        self._run(advance, slots)
         self._num_tokens[slots] += 1
         self._stop(slots[taken & np.isin(token_ids, self._end_ids)])
         for slot in slots[~taken].tolist():
             self._note_error(slot)
+
+    def _advance_row(self, slot: int, number: int, token_id: int) -> None:
+        if not self._goes_on[slot] or self._number[slot] != number:
+            return
+        self._num_tokens[slot] += 1
+        if not self._matchers[slot].consume_token(token_id):
+            self._note_error(slot)
+        elif token_id in self._vocabulary.end_ids:
+            self._stop(slot)
 
     def fill(self, rows: MatchedRows, masks: Int32) -> list[int]:
         """Writes a mask of each row, int32 [r, num_words]: the bits of ids that it may draw, lowest first.
@@ -155,21 +172,40 @@ class RowMatchers:
         The slots have these rows. One that has stopped may draw anything. Returns the places of those that have failed.
         """
         slots = rows.slots
-        places = np.flatnonzero(self._goes_on[slots])
-        if places.size < slots.size:
-            masks[~self._goes_on[slots]] = -1
-        if places.size:
-            pairs = list(zip(self._matchers[slots[places]].tolist(), places.tolist(), strict=True))
-            self._run().unsafe_compute_mask_ptr(pairs, masks.ctypes.data, 4 * self.num_words, slots.size)
-            for place in self._find_suspects(places, masks).tolist():
-                if self._matchers[slots[place]].is_error():
-                    self._note_error(int(slots[place]))
-                    masks[place] = -1
-            held = self._goes_on[slots] & (self._num_tokens[slots] < self._min_tokens[slots])
-            for place in np.flatnonzero(held).tolist():
-                self._hold_ends(masks[place])
+        if slots.size <= FEW:
+            return [place for place, slot in enumerate(slots.tolist()) if not self._fill_row(slot, masks[place])]
+        goes_on = self._goes_on[slots]
+        places = np.flatnonzero(goes_on)
+        masks[~goes_on] = -1
+        size, address = 4 * self.num_words, masks.ctypes.data
+
+        def fill(lane: int, at: Int64) -> None:
+            pairs = list(zip(self._matchers[slots[places[at]]].tolist(), places[at].tolist(), strict=True))
+            self._executors[lane].unsafe_compute_mask_ptr(pairs, address, size, slots.size)
+
+        self._run(fill, slots[places])
+        held = goes_on & (self._num_tokens[slots] < self._min_tokens[slots])
+        for place in {*self._find_suspects(places, masks).tolist(), *np.flatnonzero(held).tolist()}:
+            self._check_mask(slots[place], masks[place])
         failed: list[int] = np.flatnonzero(self._has_failed[slots]).tolist()
         return failed
+
+    def _fill_row(self, slot: int, mask: Int32) -> bool:
+        """Returns whether the row has not failed."""
+        if self._goes_on[slot]:
+            self._matchers[slot].unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            self._check_mask(slot, mask)
+        else:
+            mask.fill(-1)
+        return not self._has_failed[slot]
+
+    def _check_mask(self, slot: int, mask: Int32) -> None:
+        """Notes whether a row has failed, of which its mask says nothing, and holds its ends back as it wants."""
+        if self._matchers[slot].is_error():
+            self._note_error(slot)
+            mask.fill(-1)
+        elif self._num_tokens[slot] < self._min_tokens[slot]:
+            self._hold_ends(mask)
 
     def _find_suspects(self, places: Int64, masks: Int32) -> Int64:
         """Finds rows that may have failed: the library allows these the ends."""
@@ -187,53 +223,76 @@ class RowMatchers:
         if held.any():
             mask[:] = held
 
+    def _run(self, work: Callable[[int, Int64], None], slots: Int32) -> None:
+        """Works on each lane's rows in its thread; it is told their places among the slots."""
+        if not self._executors:
+            from llguidance import LLExecutor
+
+            self._executors = [LLExecutor(1) for _ in range(self._num_threads)]
+        lanes = self._lane[slots]
+        ends = np.cumsum(np.bincount(lanes, minlength=self._num_threads))
+        parts = np.split(np.argsort(lanes, kind="stable"), ends[:-1])
+        for done in [self._threads.submit(work, lane, part) for lane, part in enumerate(parts) if part.size]:
+            done.result()
+
     def _start_admitted(self) -> None:
+        if not self._admitted:
+            return
+        self._compile(Counter(row.grammar for row in self._admitted.values()))
         for row in self._admitted.values():
             self._start(row)
         self._admitted.clear()
 
-    def _start(self, row: GrammarRow) -> None:
-        slot = row.slot
-        self._num_tokens[slot], self._min_tokens[slot] = row.generated.size, row.min_tokens
-        self._has_failed[slot] = False
+    def _compile(self, num_rows: Counter[str]) -> None:
+        """Compiles grammars for rows to come: first each that is new, then further originals of those with many."""
+        for grammar, number in num_rows.items():
+            compiled = self._compiled.setdefault(grammar, _Compiled())
+            self._compiled.move_to_end(grammar)
+            compiled.num_rows += number
+        for grammar in num_rows:
+            compiled = self._compiled[grammar]
+            if not compiled.originals:
+                began = thread_time()
+                self._add_original(grammar, compiled)
+                compiled.is_slow = thread_time() - began > LONG
+        for grammar in num_rows:
+            compiled = self._compiled[grammar]
+            most = 1 if compiled.is_slow else min(-(-compiled.num_rows // ROWS_EACH), self._num_threads)
+            further = most - len(compiled.originals) if compiled.originals else 0
+            for done in [self._threads.submit(self._vocabulary.compile, grammar) for _ in range(further)]:
+                self._place(compiled, done.result())
+        while len(self._compiled) > max(MOST_GRAMMARS, len(num_rows)):
+            self._compiled.popitem(last=False)
+
+    def _add_original(self, grammar: str, compiled: _Compiled) -> None:
         try:
-            number, original = self._find_original(row.grammar)
+            self._place(compiled, self._vocabulary.compile(grammar))
         except GrammarError as error:
             logger.warning("a grammar cannot be used: %s", error)
-            self._has_failed[slot] = True
+
+    def _place(self, compiled: _Compiled, original: LLMatcher) -> None:
+        """Gives a grammar's original to a lane that has none of it, in turn."""
+        while self._next_lane in compiled.originals:
+            self._next_lane = (self._next_lane + 1) % self._num_threads
+        compiled.originals[self._next_lane] = original
+        self._next_lane = (self._next_lane + 1) % self._num_threads
+
+    def _start(self, row: GrammarRow) -> None:
+        slot, originals = row.slot, self._compiled[row.grammar].originals
+        self._num_tokens[slot], self._min_tokens[slot] = row.generated.size, row.min_tokens
+        self._grammar[slot] = row.grammar
+        self._has_failed[slot] = not originals
+        if not originals:
             return
-        self._original[slot] = number % (1 << 16)
-        self._matchers[slot] = matcher = original.deep_copy()
+        self._num_started += 1
+        lane = [*originals][self._num_started % len(originals)]
+        self._lane[slot] = lane
+        self._matchers[slot] = matcher = originals[lane].deep_copy()
         self._goes_on[slot] = True
         if row.generated.size and not matcher.consume_tokens(row.generated.tolist()):  # before a preemption
             self._note_error(slot)
 
-    def _find_original(self, grammar: str) -> tuple[int, LLMatcher]:
-        """Raises GrammarError."""
-        compiled = self._compiled.get(grammar)
-        if compiled is None:
-            compiled = _Compiled()
-        wanted = 1 if compiled.is_slow else min(compiled.num_rows // ROWS_EACH + 1, 2 * self._num_threads)
-        if len(compiled.originals) < wanted:
-            began = thread_time()
-            compiled.originals.append((self._num_compiled, self._vocabulary.compile(grammar)))
-            compiled.is_slow |= thread_time() - began > LONG
-            self._num_compiled += 1
-        self._compiled[grammar] = compiled
-        self._compiled.move_to_end(grammar)
-        if len(self._compiled) > MOST_GRAMMARS:
-            self._compiled.popitem(last=False)
-        compiled.num_rows += 1
-        return compiled.originals[compiled.num_rows % len(compiled.originals)]
-
-    def _run(self) -> LLExecutor:
-        if self._executor is None:
-            from llguidance import LLExecutor
-
-            self._executor = LLExecutor(self._num_threads)
-        return self._executor
-
-    def _stop(self, slots: Int32) -> None:
+    def _stop(self, slots: Int32 | int) -> None:
         self._goes_on[slots] = False
         self._matchers[slots] = None
 
@@ -242,6 +301,6 @@ class RowMatchers:
         self._has_failed[slot], self._goes_on[slot], self._matchers[slot] = True, False, None
         logger.warning("a grammar failed after %d tokens: %s", self._num_tokens[slot], error)
         if "panic" in error:  # the library leaves the shared lexer locked: no further row may copy this original
-            broken = self._original[slot]
-            for compiled in self._compiled.values():
-                compiled.originals = [each for each in compiled.originals if each[0] % (1 << 16) != broken]
+            compiled = self._compiled.get(self._grammar[slot])
+            if compiled is not None:
+                compiled.originals.pop(int(self._lane[slot]), None)

@@ -26,6 +26,18 @@ from toka_async.runner.copies import Download, upload
 from toka_async.runner.rows import RowPrompt, RowTables
 
 PART = 2048  # rows, whose masks are copied while those of the next ones are made
+FEW = 32  # rows, whose masks take the device less time than it takes the host to use a stream beside
+
+
+@dataclass(slots=True, frozen=True)
+class _Found:
+    """The rows with a grammar among slots int32 [s], and where they are. stream: which copies their masks."""
+
+    slots: Int32
+    places: Int64
+    rows: MatchedRows
+    slots_at: Tensor
+    stream: torch.cuda.Stream | None
 
 
 @dataclass(slots=True)
@@ -59,6 +71,7 @@ class GrammarMasks:
         self._under_way: deque[tuple[MaskedDraw, Download]] = deque()
         self._num_taken = 0
         self._drawn_by: Int64 = np.full(rows.params.size, -1, np.int64)  # by slot, the number of its row's last draw
+        self._found: _Found | None = None  # of the last draw: most have the same rows
 
     def apply(self, freed: Int32, admitted: Int32) -> None:
         """Forgets the freed slots' rows, and takes the admitted ones that have a grammar."""
@@ -71,6 +84,7 @@ class GrammarMasks:
             if prompt.grammar
         ]
         self._drawn_by[admitted] = -1
+        self._found = None
         if started:
             self._matchers.admit(started)
 
@@ -82,10 +96,9 @@ class GrammarMasks:
         """Makes the masks for a draw that follows; its forward pass is launched. Waits for its rows' last tokens."""
         begin = mark() if self._copies is not None else None
         with _timed(draw):
-            draw.places = self._matchers.find(draw.slots)
-            draw.rows = self._matchers.take(draw.slots[draw.places])
-            newest = self._drawn_by[draw.rows.slots].max()
-            slots_at = self._copy_slots(draw.rows.slots)
+            found = self._find(draw.slots)
+        draw.places, draw.rows = found.places, found.rows
+        newest = self._drawn_by[found.rows.slots].max()
         while self._under_way and self._num_taken <= newest:
             last, download = self._under_way.popleft()
             self._num_taken += 1
@@ -94,9 +107,10 @@ class GrammarMasks:
             with _timed(draw):
                 self._matchers.advance(last.rows, token_ids[last.places])
         with _timed(draw):
-            self._fill_table(draw, draw.rows, slots_at)
-        if self._copies is not None and begin is not None:
-            torch.cuda.current_stream().wait_stream(self._copies)
+            draw.broken = self._fill_table(found)
+        if begin is not None:
+            if found.stream is not None:
+                torch.cuda.current_stream().wait_stream(found.stream)
             draw.stall = begin, mark()
 
     def follow(self, draw: MaskedDraw, download: Download) -> None:
@@ -105,24 +119,33 @@ class GrammarMasks:
         self._drawn_by[draw.rows.slots] = self._num_taken + len(self._under_way)
         self._under_way.append((draw, download))
 
-    def _copy_slots(self, slots: Int32) -> Tensor:
-        with torch.cuda.stream(self._copies):
-            return upload((slots,), self._rows.device)[0]
+    def _find(self, slots: Int32) -> _Found:
+        if self._found is None or not np.array_equal(self._found.slots, slots):
+            places = self._matchers.find(slots)
+            rows = self._matchers.take(slots[places])
+            stream = self._copies if places.size > FEW else None
+            with torch.cuda.stream(stream):
+                (slots_at,) = upload((rows.slots,), self._rows.device)
+            self._found = _Found(slots, places, rows, slots_at, stream)
+        return self._found
 
-    def _fill_table(self, draw: MaskedDraw, rows: MatchedRows, slots_at: Tensor) -> None:
-        """Makes masks and copies them to the device. Nothing reads these slots' old ones: their draws are done."""
-        table, num_rows = self._rows.masks, rows.slots.size
+    def _fill_table(self, found: _Found) -> list[int]:
+        """Makes masks and copies them to the device; returns the places of broken rows.
+
+        Nothing reads these slots' old masks any more: their draws are done, since their tokens are known.
+        """
+        table, rows, broken = self._rows.masks, found.rows, list[int]()
         assert table is not None
-        for first in range(0, num_rows, PART):
-            part = slice(first, min(first + PART, num_rows))
+        for first in range(0, rows.slots.size, PART):
+            part = slice(first, min(first + PART, rows.slots.size))
             # Memory from which a GPU fetches on its own time is not used again before it has.
-            masks = torch.empty(
-                part.stop - first, self._matchers.num_words, dtype=torch.int32, pin_memory=self._copies is not None
-            )
-            broken = self._matchers.fill(MatchedRows(rows.slots[part], rows.numbers[part]), masks.numpy())
-            draw.broken += draw.places[part][broken].tolist()
-            with torch.cuda.stream(self._copies):
-                table.index_copy_(0, slots_at[part], masks.to(table.device, non_blocking=True))
+            shape = part.stop - first, self._matchers.num_words
+            masks = torch.empty(shape, dtype=torch.int32, pin_memory=table.is_cuda)
+            failed = self._matchers.fill(MatchedRows(rows.slots[part], rows.numbers[part]), masks.numpy())
+            broken += found.places[part][failed].tolist()
+            with torch.cuda.stream(found.stream):
+                table.index_copy_(0, found.slots_at[part], masks.to(table.device, non_blocking=True))
+        return broken
 
 
 @contextmanager

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from threading import Lock
 from typing import Any
 
 import jsonschema
@@ -162,7 +164,7 @@ def test_a_grammar_is_compiled_once_for_few_rows_and_for_many_not_once_each(
     assert len(compiled) == 1
     matchers.free(slots)
     matchers.take(start_rows(matchers, ['start: "a"'] * 60))
-    assert len(compiled) == 4  # twice the threads
+    assert len(compiled) == 2  # one for each thread
 
 
 def test_a_grammar_that_takes_long_is_compiled_once(
@@ -174,13 +176,43 @@ def test_a_grammar_that_takes_long_is_compiled_once(
     assert len(compiled) == 1
 
 
-def test_rows_of_one_original_are_neighbours(matchers: RowMatchers) -> None:
+def test_rows_of_many_grammars_in_several_threads_keep_to_theirs() -> None:
+    texts = ["yes", "no", "maybe", "never", "often"]
+    matchers = RowMatchers(make_vocabulary(), 64, 4)
+    slots = start_rows(matchers, [f'start: "{text}"' for text in texts] * 9)
+    outputs = walk(matchers, slots, seed=4)
+    assert [load_tokenizer().decode(output) for output in outputs] == texts * 9
+
+
+def test_no_two_threads_work_at_copies_of_one_original(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads would wait for each other at the lexer that such rows share."""
-    slots = start_rows(matchers, ['start: "a"', 'start: "b"'] * 5)
-    mixed = slots[::-1].copy()
-    found = mixed[matchers.find(mixed)]
-    assert sorted(found.tolist()) == slots.tolist()
-    assert (found % 2).tolist() == [0] * 5 + [1] * 5
+    matchers = RowMatchers(make_vocabulary(), 64, 4)
+    slots = start_rows(matchers, ['start: "a"', 'start: "b"'] * 20)
+    list_allowed(matchers, slots)
+    assert Counter(compiled) == {'start: "a"': 3, 'start: "b"': 3}
+    working: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+    guard = Lock()
+    executor = type(matchers._executors[0])
+
+    class Watched:
+        """An executor that notes how many threads are at one lane's rows."""
+
+        def __init__(self, lane: int) -> None:
+            self._lane, self._inner = lane, executor(1)
+
+        def unsafe_compute_mask_ptr(self, pairs: Any, *args: int) -> None:
+            with guard:
+                working[self._lane] += 1
+                most[self._lane] = max(most[self._lane], working[self._lane])
+            self._inner.unsafe_compute_mask_ptr(pairs, *args)
+            with guard:
+                working[self._lane] -= 1
+
+    monkeypatch.setattr(matchers, "_executors", [Watched(lane) for lane in range(4)])
+    for _ in range(20):
+        list_allowed(matchers, slots)
+    assert most == {0: 1, 1: 1, 2: 1, 3: 1}
 
 
 def test_grammars_that_nobody_asked_for_lately_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
