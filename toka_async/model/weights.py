@@ -45,12 +45,13 @@ def build_decoder(
 
     spec: the whole model. part: the layers of a stage; None: all.
     """
-    with _default_dtype(dtype), torch.device(device):
+    with default_dtype(dtype), torch.device(device):
         return Decoder(spec, comm or LocalComm(), ops or TorchOps(), layouts, part).eval()
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Makes parameters that are built within of this type."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -10,6 +10,7 @@ from toka_async.checkpoint.division import StagePart
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.model.comm import Comm
 from toka_async.model.matrices.ops import Ops
+from toka_async.model.weights import default_dtype
 from toka_async.transformers.attention import ATTENTION
 from toka_async.transformers.decoder import ForeignDecoder
 from toka_async.transformers.loading import build_modules, read_config
@@ -31,7 +32,7 @@ def build_foreign(
     """
     config = read_config(model_dir, trust_remote_code)
     modules = build_modules(config, dtype, ATTENTION, trust_remote_code)
-    with torch.device("meta"):
+    with default_dtype(dtype), torch.device("meta"):  # the type of what is ours
         decoder = ForeignDecoder(modules, spec, comm, ops, part)
     decoder.materialize(device)
     return decoder

@@ -24,11 +24,13 @@ from toka_async.transformers.describe import describe
 IDS, POSITIONS = torch.arange(TOKENS) * 37 % 261, torch.arange(TOKENS) + 3
 
 
-def load(folder: Path, comm: Comm, part: StagePart | None = None) -> tuple[ForeignDecoder, int]:
+def load(
+    folder: Path, comm: Comm, part: StagePart | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[ForeignDecoder, int]:
     """A rank's part, and the number of its KV heads."""
     spec = describe(folder, trust_remote_code=False, tp=comm.size)
     cpu = torch.device("cpu")
-    decoder = build_foreign(folder, False, spec, torch.float32, cpu, comm, TorchOps(), part)
+    decoder = build_foreign(folder, False, spec, dtype, cpu, comm, TorchOps(), part)
     load_weights(decoder, folder)
     return decoder, make_rank_spec(spec, comm.size).attention.num_kv_heads
 
@@ -55,6 +57,20 @@ def test_ranks_together_equal_one(tmp_path: Path, model_type: str) -> None:
     for rank, (logits, own) in enumerate(run_ranks(2, lambda comm: run(folder, comm))):
         torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(own, alone[3 * rank : 3 * rank + 3], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_type", ["olmo", "gpt_neox", "phi"])
+def test_types_of_16_bits_compute_the_same_less_exactly(tmp_path: Path, model_type: str, dtype: torch.dtype) -> None:
+    """Embedding and head are ours, the layers the library's: both are of the model's type."""
+    folder = make_foreign(tmp_path, model_type)
+    exact, _ = run(folder, LocalComm())
+    decoder, num_kv_heads = load(folder, LocalComm(), dtype=dtype)
+    with torch.inference_mode():
+        logits = decoder.logits(decoder.forward(IDS, POSITIONS, MeanAttention(num_kv_heads)))
+    assert logits.dtype == dtype
+    error = (logits.float() - exact).norm() / exact.norm()
+    assert error < (0.03 if dtype == torch.bfloat16 else 0.004)
 
 
 @pytest.mark.parametrize("model_type", ["starcoder2", "olmo", "gpt_neox", "phi"])
