@@ -9,6 +9,7 @@ import gc
 import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -148,4 +149,17 @@ def test_tokens_and_logprobs(case: Case, reference: Reference) -> None:
     print("\n".join(table), end="")
     assert (engine.watch.num_replays > NUM_TOKENS) == case.graphs
     assert (engine.watch.num_grouped_replays > 0) == case.graphs
+    assert engine.driver.stats.num_compiles == 0
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_models_that_transformers_computes(case: Case, tmp_path: Path) -> None:
+    """Its layers around our attention, captured too."""
+    reference = Reference.of(make_model(tmp_path / "llama", "llama"))
+    engine = WatchedEngine(
+        reference.folder, case.dtype, grouped=True, graphs=case.graphs, backend=case.backend, impl="transformers"
+    )
+    for rows in (alone, in_groups):
+        check(case, Errors.of(reference, rows(engine)))
+    assert (engine.watch.num_replays > NUM_TOKENS) == case.graphs
     assert engine.driver.stats.num_compiles == 0
