@@ -6,7 +6,7 @@
     python scripts/rl/measure_update.py demo shm model.device=cpu
 
 Starts a server, gives it random weights several times, and compares the checksums of the last ones. The speed is that
-of copying 2 GiB the same way: from GPU to GPU, on one GPU, or from memory that is not pinned. The checksums of weights
+of copying 1 GiB the same way: from GPU to GPU, on one GPU, or from memory that is not pinned. The checksums of weights
 that the engine quantizes are of what it stores, which differs.
 """
 
@@ -38,7 +38,7 @@ from toka_async.transfer.wire import send_tensors
 from toka_async.weights.catalog import WeightCatalog
 
 ROUNDS = 4  # the first one does not count
-BUCKET = 1 << 31  # bytes, of each of two
+BUCKET = 1 << 30  # bytes, of each of four
 SECONDS = 300.0
 
 
@@ -54,7 +54,7 @@ def make_tensors(model: Path, dtype: torch.dtype, device: torch.device, seed: in
 
 
 def measure_copy(source: torch.device, target: torch.device) -> float:
-    """Returns the bytes a second of copies of 2 GiB, the median of five."""
+    """Returns the bytes a second of copies of 1 GiB, the median of five."""
     one, other = (torch.zeros(BUCKET, dtype=torch.uint8, device=device) for device in (source, target))
     times = []
     for _ in range(6):

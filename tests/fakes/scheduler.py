@@ -105,6 +105,7 @@ class FakeScheduler:
         self.control_error = ""
         self.version = "default"
         self.failing_act = ""  # the only one that fails; empty: all do
+        self.fails_once = False
         self.num_written = 0
         self.weights = 5
         self.acts: list[str] = []
@@ -204,6 +205,8 @@ class FakeScheduler:
             case AbandonUpdate():
                 self.paused = self.paused or "keep"
         error = self.control_error if self.failing_act in ("", self.acts[-1]) else ""
+        if error and self.fails_once:
+            self.control_error = ""
         replica, life = (self._ready.replica, self._ready.life) if self._ready else (0, 0)
         return ControlDone(number=message.number, replica=replica, life=life, count=count, error=error, sums=sums)
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from toka_async.transfer.tensors import TensorInfo
 
 BUCKET_BYTES = 1 << 28
+NUM_BUCKETS = 4  # so that one is filled while orders and answers of others are on their way
 
 
 class Trainer:
@@ -123,10 +124,10 @@ class Trainer:
         bucket_bytes: int = BUCKET_BYTES,
         device: torch.device | None = None,
     ) -> None:
-        """Give a server on this machine all tensors of a checkpoint, through two buckets of so many bytes each.
+        """Give a server on this machine all tensors of a checkpoint, through four buckets of so many bytes each.
 
         They are in shared memory of the host, or of a GPU that a rank of the server uses too and that has the tensors.
-        One is filled while the server loads the other.
+        One is filled while the server loads others.
         """
         from toka_async.transfer.buckets import BucketWriter, CudaWriter, ShmWriter, fill_in_turn
 
@@ -134,7 +135,7 @@ class Trainer:
         await asyncio.sleep(0)  # it is sent: the server's steps end while the first bucket is filled
         writers: list[BucketWriter] = []
         try:
-            for _ in range(2):
+            for _ in range(NUM_BUCKETS):
                 name = f"toka-{os.getpid()}-{secrets.token_hex(8)}"
                 writers.append(CudaWriter(bucket_bytes, device) if device else ShmWriter(name, bucket_bytes))
             await self._load_in_turn(begun, fill_in_turn(writers, tensors))
@@ -151,14 +152,14 @@ class Trainer:
         await self.finish_update(version)
 
     async def _load_in_turn(self, begun: Awaitable[None], fillings: Iterable[Filling]) -> None:
-        """Load fillings of two buckets. The server has the next one already when it has loaded one."""
+        """Load fillings of the buckets in turn. The server has the next one already when it has loaded one."""
         loads: deque[asyncio.Task[None]] = deque()
         try:
             for infos, bucket in fillings:
                 await begun
                 loads.append(asyncio.create_task(self.load(bucket, infos)))
                 await asyncio.sleep(0)  # it is sent
-                if len(loads) > 1:  # the next filling overwrites the bucket of the older one
+                if len(loads) == NUM_BUCKETS:  # the next filling overwrites the oldest one
                     await loads[0]
                     loads.popleft()
             await begun

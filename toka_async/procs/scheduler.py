@@ -133,7 +133,7 @@ def run_turn(
         tell_server(core, server, times, ready, now)
     for step in core.next_steps(now):
         ranks.send(step)
-    if (order := core.next_order()) is not None:
+    while (order := core.next_order()) is not None:
         ranks.send(order)
     core.note_sent(time.monotonic())
     times.lap("steps")

@@ -287,7 +287,7 @@ class Core:
         self._holds_steps = self._pauses.holds_steps or self._orders.is_busy
 
     def next_order(self) -> Control | None:
-        """Take the action that the ranks are to carry out now, when no step is queued on them."""
+        """Take an action that the ranks are to carry out now, when no step is queued on them; there may be more."""
         return None if self._in_flight else self._orders.take()
 
     def complete_order(self, done: ControlDone) -> None:

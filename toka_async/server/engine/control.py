@@ -93,6 +93,9 @@ class EngineControl:
         self._watch: asyncio.TimerHandle | None = None  # gives an update up when nobody goes on with it
         self._is_partial = False
         self._has_written = False  # the open update has, or may have, written weights
+        self._num_loading = 0  # loads that replicas carry out; all of one update
+        self._loaded = asyncio.Event()  # none is left
+        self._loaded.set()
         self._num_updates = 0  # that were committed
         replicas.on_return.append(self._greet)
 
@@ -125,7 +128,7 @@ class EngineControl:
 
     def _check_whole(self) -> None:
         """Raises ControlError where nothing may be computed."""
-        if self.is_updating:
+        if self.is_updating or self._num_loading:
             raise ControlError("an update of the weights is open: finish or abandon it first")
         if self.is_torn:
             raise ControlError("an update has failed and left weights of two versions: update all of them first")
@@ -215,20 +218,30 @@ class EngineControl:
     ) -> None:
         """Loads whole tensors of a checkpoint, by their names in it; a Directory has names of its own.
 
-        When it fails, so does the update: the engine stays paused and the version what it was. Raises ControlError,
-        which names the tensor at fault.
+        The next load may be sent meanwhile, so that ranks need not wait for it. When one fails, so does the update: the
+        engine stays paused and the version what it was. Raises ControlError, which names the tensor at fault.
         """
-        async with self._turn():
+        async with self._turn(behind_loads=False):
             self._check_updating()
-            sizes = tuple(map(tuple, shapes))
+            self._num_loading += 1
+            self._loaded.clear()
+        try:
+            # It is sent before anything else has its turn. Replicas begin with it when they are done with those before.
             action = LoadTensors(
                 names=tuple(names),
                 dtypes=tuple(dtypes),
-                shapes=sizes,
+                shapes=tuple(map(tuple, shapes)),
                 source=source,
                 seconds=self._timeout * SHARE,
             )
-            await self._update(action)
+            await self._update(action, self._timeout * self._num_loading)
+            if not self.is_updating:  # an earlier load has failed, after which this one has written
+                self.is_torn = True
+                raise ControlError("the update was given up meanwhile")
+        finally:
+            self._num_loading -= 1
+            if not self._num_loading:
+                self._loaded.set()
 
     async def finish_update(self, version: str | None = None) -> None:
         """Checks that all tensors have come to all ranks; then steps use them, and new prompts find no older ones.
@@ -278,39 +291,44 @@ class EngineControl:
             raise ControlError("no update of the weights is open")
 
     @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        """What changes weights or memory is done one after the other. Raises ControlTimeoutError."""
+    async def _turn(self, behind_loads: bool = True) -> AsyncIterator[None]:
+        """What changes weights or memory is done one after the other, but loads. Raises ControlTimeoutError."""
+        taken = False
         try:
-            async with asyncio.timeout(self._timeout):
-                await self._in_turn.acquire()
-        except TimeoutError:
-            raise ControlTimeoutError(f"another action did not end within {self._timeout:g} s") from None
-        try:
+            try:
+                async with asyncio.timeout(self._timeout):
+                    taken = await self._in_turn.acquire()
+                    if behind_loads:
+                        await self._loaded.wait()
+            except TimeoutError:
+                raise ControlTimeoutError(f"another action did not end within {self._timeout:g} s") from None
             yield
         finally:
-            self._in_turn.release()
+            if taken:
+                self._in_turn.release()
 
-    async def _update(self, action: AnyAction) -> None:
+    async def _update(self, action: AnyAction, timeout: float | None = None) -> None:
         """A part of the open update, which fails with it. Being cancelled is a failure too."""
         self._stop_watch()
-        loads, wrote = isinstance(action, LoadTensors), self._has_written
-        self._has_written |= loads
         try:
             if self._gone:
                 raise ControlError(self._gone)
-            await self._run(dict.fromkeys(self._members, action), self._timeout)
+            await self._run(dict.fromkeys(self._members, action), timeout or self._timeout)
         except BaseException as error:
-            if type(error) is ControlError:  # all have answered; otherwise nobody knows
-                self._has_written = wrote or error.num_written > 0
+            # All have answered that failed with a plain error; otherwise nobody knows.
+            wrote = type(error) is not ControlError or error.num_written > 0
+            self._has_written |= isinstance(action, LoadTensors) and wrote
             self._abandon()
             raise
+        self._has_written |= isinstance(action, LoadTensors)
+        self._stop_watch()
         self._watch = asyncio.get_running_loop().call_later(self._timeout, self._give_up)
 
     def _give_up(self) -> None:
         """The trainer has not gone on with the update for too long."""
         if not self.is_updating:
             return
-        if self._in_turn.locked():  # something else is done meanwhile
+        if self._in_turn.locked() or self._num_loading:  # something else is done meanwhile
             self._watch = asyncio.get_running_loop().call_later(self._timeout, self._give_up)
             return
         logger.warning("the update of the weights was given up: nothing came for %g s", self._timeout)
@@ -407,7 +425,7 @@ class EngineControl:
     def lose(self, replica: int, reason: str) -> None:
         """A replica is gone: what it has not answered has failed. It comes back with the weights of its start."""
         reason = f"replica {replica} has stopped: {reason}"
-        if self._num_updates or self._has_written:
+        if self._num_updates or self._has_written or self._num_loading:
             self._replicas.note_outdated(replica)
         if replica in self._members:
             self._gone = self._gone or reason

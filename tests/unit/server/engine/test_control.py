@@ -264,6 +264,60 @@ async def test_a_load_that_is_cancelled_or_takes_too_long_may_have_written() -> 
     assert engine.control.is_paused
 
 
+async def begin_two_loads(engine: Engine, scheduler: FakeScheduler) -> list[asyncio.Task[None]]:
+    """Begin an update and two loads of it; the scheduler has done none of these."""
+    await engine.control.begin_update()
+    scheduler.held = True
+    loads = [asyncio.create_task(engine.control.load(SOURCE)) for _ in range(2)]
+    await asyncio.sleep(0)
+    return loads
+
+
+async def test_a_load_is_sent_while_another_one_is_carried_out_and_the_end_of_the_update_is_not() -> None:
+    engine, (scheduler,) = make_engine()
+    loads = await begin_two_loads(engine, scheduler)
+    finish = asyncio.create_task(engine.control.finish_update("v1"))
+    await asyncio.sleep(0)
+    scheduler.step()
+    assert scheduler.acts == ["BeginUpdate", "LoadTensors", "LoadTensors"]
+    await asyncio.gather(*loads)
+    await step_until_done(scheduler, finish)
+    assert (engine.control.weight_version, engine.control.is_torn) == ("v1", False)
+
+
+async def test_a_load_behind_one_that_fails_has_torn_the_weights() -> None:
+    engine, (scheduler,) = make_engine()
+    control = engine.control
+    first, second = await begin_two_loads(engine, scheduler)
+    scheduler.control_error, scheduler.fails_once = "w is missing", True
+    scheduler.step()
+    with pytest.raises(ControlError, match="w is missing"):
+        await first
+    with pytest.raises(ControlError, match="was given up meanwhile"):
+        await second
+    scheduler.held = False
+    assert (control.is_updating, control.is_torn, control.is_paused) == (False, True, True)
+    with pytest.raises(ControlError, match="no update of the weights is open"):
+        await control.load(SOURCE)
+    await update(engine, "v2")
+    await control.resume()
+
+
+async def test_nothing_is_computed_while_a_load_is_left_of_a_failed_update() -> None:
+    engine, (scheduler,) = make_engine()
+    control = engine.control
+    first, second = await begin_two_loads(engine, scheduler)
+    first.cancel()
+    with suppress(asyncio.CancelledError):
+        await first
+    control.is_torn = False  # as if it had written nothing
+    with pytest.raises(ControlError, match="finish or abandon it first"):
+        await control.resume()
+    scheduler.step()
+    with pytest.raises(ControlError, match="was given up meanwhile"):
+        await second
+
+
 async def test_an_update_that_is_complete_stays_so_when_its_caller_leaves() -> None:
     engine, (scheduler,) = make_engine(held=True)
     control = engine.control
