@@ -1,8 +1,6 @@
 """Follows rows through their grammars on a rank: which tokens each may draw next.
 
-Rows of one grammar are copies of few compiled matchers, the originals. Copies share the lexer of their original behind
-a lock, so that two threads at copies of one original wait for each other. Therefore rows belong to lanes: a lane has at
-most one original of a grammar, and one thread. Threads advance and ask matchers without the interpreter's lock.
+Threads advance and ask the rows' matchers without the interpreter's lock, each those of its lane (see `originals`).
 Knows slots and token ids; knows no requests and no torch.
 """
 
@@ -10,28 +8,24 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from time import thread_time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from toka_async.arrays import Bool, Int32, Int64
-from toka_async.grammars.lark import GrammarError
+from toka_async.grammars.originals import Originals
 from toka_async.grammars.vocabulary import GrammarVocabulary, shorten_error
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher
+    from llguidance import LLExecutor
 
 logger = logging.getLogger(__name__)
 
-MOST_GRAMMARS = 256  # that are kept compiled
-ROWS_EACH = 8  # of a grammar, after which it is compiled for one more lane
-LONG = 0.02  # seconds of a processor; a grammar that takes longer is compiled once: all rows wait meanwhile
 FEW = 4  # rows, which are done before threads would be awake
 MOST_THREADS = 16
 WORD = 32  # ids of a word of a mask
@@ -60,18 +54,6 @@ class MatchedRows:
     numbers: Int64
 
 
-@dataclass(slots=True)
-class _Compiled:
-    """A grammar's originals, which never advance, by lane, and how many rows it has had.
-
-    is_slow: compiling it took long.
-    """
-
-    originals: dict[int, LLMatcher] = field(default_factory=dict)
-    num_rows: int = 0
-    is_slow: bool = False
-
-
 class RowMatchers:
     """The rows with a grammar, by slot. A row stops once it has drawn an end token, or has failed.
 
@@ -86,8 +68,7 @@ class RowMatchers:
         self._num_threads = num_threads
         self._executors: list[LLExecutor] = []  # of each lane; they and the threads are made when they are needed
         self._threads = ThreadPoolExecutor(num_threads, "masks")
-        self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
-        self._next_lane = self._num_started = 0
+        self._originals = Originals(vocabulary, num_threads, self._threads)
         self._admitted: dict[int, GrammarRow] = {}  # that have not started
         self._num_rows = 0
         # By slot.
@@ -117,11 +98,12 @@ class RowMatchers:
         self._num_rows -= freed.size
 
     def admit(self, rows: Sequence[GrammarRow]) -> None:
-        """Takes new rows; the slots are free. They start when they are asked for: a grammar's first one compiles it."""
+        """Takes new rows; the slots are free. They start when they are asked for; grammars are compiled meanwhile."""
         for row in rows:
             self._admitted[row.slot] = row
             self._has_row[row.slot] = True
             self._number[row.slot] += 1
+            self._originals.expect(row.grammar)
         self._num_rows += len(rows)
 
     def has_any(self, slots: Int32) -> bool:
@@ -238,58 +220,21 @@ class RowMatchers:
     def _start_admitted(self) -> None:
         if not self._admitted:
             return
-        self._compile(Counter(row.grammar for row in self._admitted.values()))
+        self._originals.add_rows(Counter(row.grammar for row in self._admitted.values()))
         for row in self._admitted.values():
             self._start(row)
         self._admitted.clear()
 
-    def _compile(self, num_rows: Counter[str]) -> None:
-        """Compiles grammars for rows to come: first each that is new, then further originals of those with many."""
-        for grammar, number in num_rows.items():
-            compiled = self._compiled.setdefault(grammar, _Compiled())
-            self._compiled.move_to_end(grammar)
-            compiled.num_rows += number
-        for grammar in num_rows:
-            compiled = self._compiled[grammar]
-            if not compiled.originals:
-                began = thread_time()
-                self._add_original(grammar, compiled)
-                compiled.is_slow = thread_time() - began > LONG
-        for grammar in num_rows:
-            compiled = self._compiled[grammar]
-            most = 1 if compiled.is_slow else min(-(-compiled.num_rows // ROWS_EACH), self._num_threads)
-            further = most - len(compiled.originals) if compiled.originals else 0
-            for done in [self._threads.submit(self._vocabulary.compile, grammar) for _ in range(further)]:
-                self._place(compiled, done.result())
-        while len(self._compiled) > max(MOST_GRAMMARS, len(num_rows)):
-            self._compiled.popitem(last=False)
-
-    def _add_original(self, grammar: str, compiled: _Compiled) -> None:
-        try:
-            self._place(compiled, self._vocabulary.compile(grammar))
-        except GrammarError as error:
-            logger.warning("a grammar cannot be used: %s", error)
-
-    def _place(self, compiled: _Compiled, original: LLMatcher) -> None:
-        """Gives a grammar's original to a lane that has none of it, in turn."""
-        while self._next_lane in compiled.originals:
-            self._next_lane = (self._next_lane + 1) % self._num_threads
-        compiled.originals[self._next_lane] = original
-        self._next_lane = (self._next_lane + 1) % self._num_threads
-
     def _start(self, row: GrammarRow) -> None:
-        slot, originals = row.slot, self._compiled[row.grammar].originals
+        slot, copied = row.slot, self._originals.copy(row.grammar)
         self._num_tokens[slot], self._min_tokens[slot] = row.generated.size, row.min_tokens
         self._grammar[slot] = row.grammar
-        self._has_failed[slot] = not originals
-        if not originals:
+        self._has_failed[slot] = copied is None
+        if copied is None:
             return
-        self._num_started += 1
-        lane = [*originals][self._num_started % len(originals)]
-        self._lane[slot] = lane
-        self._matchers[slot] = matcher = originals[lane].deep_copy()
+        self._lane[slot], self._matchers[slot] = copied
         self._goes_on[slot] = True
-        if row.generated.size and not matcher.consume_tokens(row.generated.tolist()):  # before a preemption
+        if row.generated.size and not copied[1].consume_tokens(row.generated.tolist()):  # before a preemption
             self._note_error(slot)
 
     def _stop(self, slots: Int32 | int) -> None:
@@ -301,6 +246,4 @@ class RowMatchers:
         self._has_failed[slot], self._goes_on[slot], self._matchers[slot] = True, False, None
         logger.warning("a grammar failed after %d tokens: %s", self._num_tokens[slot], error)
         if "panic" in error:  # the library leaves the shared lexer locked: no further row may copy this original
-            compiled = self._compiled.get(self._grammar[slot])
-            if compiled is not None:
-                compiled.originals.pop(int(self._lane[slot]), None)
+            self._originals.drop(self._grammar[slot], int(self._lane[slot]))

@@ -155,27 +155,6 @@ def test_a_token_of_a_former_row_does_not_reach_the_next_one(matchers: RowMatche
     assert list_allowed(matchers, slots) == [before]
 
 
-def test_a_grammar_is_compiled_once_for_few_rows_and_for_many_not_once_each(
-    matchers: RowMatchers, compiled: list[str]
-) -> None:
-    slots = start_rows(matchers, ['start: "a"'] * module.ROWS_EACH)
-    assert not compiled, "nobody has asked for them yet"
-    matchers.take(slots)
-    assert len(compiled) == 1
-    matchers.free(slots)
-    matchers.take(start_rows(matchers, ['start: "a"'] * 60))
-    assert len(compiled) == 2  # one for each thread
-
-
-def test_a_grammar_that_takes_long_is_compiled_once(
-    matchers: RowMatchers, compiled: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All rows of a rank wait while it compiles."""
-    monkeypatch.setattr(module, "LONG", -1)
-    matchers.take(start_rows(matchers, ['start: "a"'] * 40))
-    assert len(compiled) == 1
-
-
 def test_rows_of_many_grammars_in_several_threads_keep_to_theirs() -> None:
     texts = ["yes", "no", "maybe", "never", "often"]
     matchers = RowMatchers(make_vocabulary(), 64, 4)
@@ -213,13 +192,6 @@ def test_no_two_threads_work_at_copies_of_one_original(compiled: list[str], monk
     for _ in range(20):
         list_allowed(matchers, slots)
     assert most == {0: 1, 1: 1, 2: 1, 3: 1}
-
-
-def test_grammars_that_nobody_asked_for_lately_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_GRAMMARS", 2)
-    matchers = RowMatchers(make_vocabulary(), 8, 1)
-    slots = start_rows(matchers, [f'start: "{text}"' for text in "abcd"])
-    assert [load_tokenizer().decode(output) for output in walk(matchers, slots, seed=3)] == list("abcd")
 
 
 def test_threads_leave_cores_to_ranks() -> None:

@@ -1,0 +1,108 @@
+"""Compiles grammars on a rank: the originals, of which rows' matchers are copies.
+
+Copies share the lexer of their original behind a lock, so that two threads at copies of one original wait for each
+other. So there are lanes, each of one thread, which has at most one original of a grammar. Knows no rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from time import thread_time
+from typing import TYPE_CHECKING
+
+from toka_async.grammars.lark import GrammarError
+from toka_async.grammars.vocabulary import GrammarVocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+logger = logging.getLogger(__name__)
+
+MOST_GRAMMARS = 256  # that are kept compiled
+ROWS_EACH = 8  # of a grammar, after which it is compiled for one more lane
+LONG = 0.02  # seconds of a processor; a grammar that takes longer is compiled once: all rows wait meanwhile
+
+
+@dataclass(slots=True)
+class _Compiled:
+    """A grammar's originals, which never advance, by lane, and how many rows it has had.
+
+    is_slow: compiling it took long.
+    """
+
+    originals: dict[int, LLMatcher] = field(default_factory=dict)
+    num_rows: int = 0
+    is_slow: bool = False
+
+
+class Originals:
+    """Originals by grammar and lane. threads: that compile, without the interpreter's lock."""
+
+    def __init__(self, vocabulary: GrammarVocabulary, num_lanes: int, threads: ThreadPoolExecutor) -> None:
+        self._vocabulary = vocabulary
+        self._num_lanes = num_lanes
+        self._threads = threads
+        self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
+        self._under_way: dict[str, Future[tuple[LLMatcher, bool]]] = {}  # first originals, since `expect`
+        self._next_lane = self._num_copies = 0
+
+    def expect(self, grammar: str) -> None:
+        """Begins to compile a grammar if it is new; `add_rows` follows."""
+        if grammar not in self._compiled and grammar not in self._under_way:
+            self._under_way[grammar] = self._threads.submit(self._compile_first, grammar)
+
+    def add_rows(self, num_rows: Counter[str]) -> None:
+        """Compiles grammars for so many more rows: first each that is new, then more originals of those with many."""
+        for grammar, number in num_rows.items():
+            compiled = self._compiled.setdefault(grammar, _Compiled())
+            self._compiled.move_to_end(grammar)
+            compiled.num_rows += number
+        for grammar in num_rows:
+            compiled = self._compiled[grammar]
+            if compiled.originals:
+                continue
+            under_way = self._under_way.get(grammar)
+            try:
+                original, compiled.is_slow = under_way.result() if under_way else self._compile_first(grammar)
+            except GrammarError as error:
+                logger.warning("a grammar cannot be used: %s", error)
+            else:
+                self._place(compiled, original)
+        self._under_way.clear()
+        for grammar in num_rows:
+            compiled = self._compiled[grammar]
+            most = 1 if compiled.is_slow else min(-(-compiled.num_rows // ROWS_EACH), self._num_lanes)
+            further = most - len(compiled.originals) if compiled.originals else 0
+            for done in [self._threads.submit(self._vocabulary.compile, grammar) for _ in range(further)]:
+                self._place(compiled, done.result())
+        while len(self._compiled) > max(MOST_GRAMMARS, len(num_rows)):
+            self._compiled.popitem(last=False)
+
+    def copy(self, grammar: str) -> tuple[int, LLMatcher] | None:
+        """Returns a lane and a matcher of its own for a row that was added; None: the grammar cannot be used."""
+        originals = self._compiled[grammar].originals
+        if not originals:
+            return None
+        self._num_copies += 1
+        lane = [*originals][self._num_copies % len(originals)]
+        return lane, originals[lane].deep_copy()
+
+    def drop(self, grammar: str, lane: int) -> None:
+        """Makes no more copies of an original."""
+        if (compiled := self._compiled.get(grammar)) is not None:
+            compiled.originals.pop(lane, None)
+
+    def _compile_first(self, grammar: str) -> tuple[LLMatcher, bool]:
+        """Returns an original, and whether that took long. Raises GrammarError."""
+        began = thread_time()
+        return self._vocabulary.compile(grammar), thread_time() - began > LONG
+
+    def _place(self, compiled: _Compiled, original: LLMatcher) -> None:
+        """Gives a grammar's original to a lane that has none of it, in turn."""
+        while self._next_lane in compiled.originals:
+            self._next_lane = (self._next_lane + 1) % self._num_lanes
+        compiled.originals[self._next_lane] = original
+        self._next_lane = (self._next_lane + 1) % self._num_lanes
