@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -30,14 +30,26 @@ FEW = 32  # rows, whose masks take the device less time than it takes the host t
 
 
 @dataclass(slots=True, frozen=True)
+class _Part:
+    """Rows whose masks are made and copied at once, at these places among the draw's rows. slots_at: int64 [r]."""
+
+    places: Int64
+    rows: MatchedRows
+    slots_at: Tensor
+
+
+@dataclass(slots=True, frozen=True)
 class _Found:
-    """The rows with a grammar among slots int32 [s], and where they are. stream: which copies their masks."""
+    """The rows with a grammar among slots int32 [s]. stream: which copies their masks; None: the one that computes."""
 
     slots: Int32
     places: Int64
     rows: MatchedRows
-    slots_at: Tensor
+    parts: list[_Part]
     stream: torch.cuda.Stream | None
+
+    def copying(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
 
 @dataclass(slots=True)
@@ -123,10 +135,13 @@ class GrammarMasks:
         if self._found is None or not np.array_equal(self._found.slots, slots):
             places = self._matchers.find(slots)
             rows = self._matchers.take(slots[places])
-            stream = self._copies if places.size > FEW else None
-            with torch.cuda.stream(stream):
+            self._found = found = _Found(slots, places, rows, [], self._copies if places.size > FEW else None)
+            with found.copying():
                 (slots_at,) = upload((rows.slots,), self._rows.device)
-            self._found = _Found(slots, places, rows, slots_at, stream)
+            for first in range(0, places.size, PART):
+                part = slice(first, first + PART)
+                own = MatchedRows(rows.slots[part], rows.numbers[part])
+                found.parts.append(_Part(places[part], own, slots_at[part]))
         return self._found
 
     def _fill_table(self, found: _Found) -> list[int]:
@@ -134,17 +149,16 @@ class GrammarMasks:
 
         Nothing reads these slots' old masks any more: their draws are done, since their tokens are known.
         """
-        table, rows, broken = self._rows.masks, found.rows, list[int]()
+        table, broken = self._rows.masks, list[int]()
         assert table is not None
-        for first in range(0, rows.slots.size, PART):
-            part = slice(first, min(first + PART, rows.slots.size))
+        for part in found.parts:
             # Memory from which a GPU fetches on its own time is not used again before it has.
-            shape = part.stop - first, self._matchers.num_words
+            shape = part.places.size, self._matchers.num_words
             masks = torch.empty(shape, dtype=torch.int32, pin_memory=table.is_cuda)
-            failed = self._matchers.fill(MatchedRows(rows.slots[part], rows.numbers[part]), masks.numpy())
-            broken += found.places[part][failed].tolist()
-            with torch.cuda.stream(found.stream):
-                table.index_copy_(0, found.slots_at[part], masks.to(table.device, non_blocking=True))
+            if failed := self._matchers.fill(part.rows, masks.numpy()):
+                broken += part.places[failed].tolist()
+            with found.copying():
+                table.index_copy_(0, part.slots_at, masks.to(table.device, non_blocking=True))
         return broken
 
 
