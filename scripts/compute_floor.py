@@ -4,9 +4,9 @@
     python scripts/compute_floor.py MODEL --trace AzureLLMInferenceTrace_conv.csv --requests 1024 --max-seqs 1024
 
 A step takes its matrices (reading them, or multiplying with them: what takes longer), attention (reading keys and
-values, or multiplying), of recurrent layers reading and writing states, and writing logits once. Decoding rows come
-first, prompts fill the step up. Samples share their prompts. Matrices and keys are of 16 bits. MODEL is a directory
-with a config.json.
+values, or multiplying), states of recurrent layers (reading and writing them), and writing logits once. Decoding rows
+come first, prompts fill the step up. Samples share their prompts. Matrices and keys are of 16 bits. MODEL is a
+directory with a config.json.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def run_trace(floor: StepFloor, requests: Lengths, max_seqs: int, max_tokens: in
     contexts, left = np.empty(0, np.int64), np.empty(0, np.int64)  # of decoding rows
     begun = 0  # tokens of the first waiting prompt that are computed
     while waiting or contexts.size:
-        room, chunks, joined = max_tokens - contexts.size, Lengths(), Lengths()
+        room, joined = max_tokens - contexts.size, Lengths()
+        chunks: list[tuple[int, int]] = []  # tokens, and the first one's place in its prompt
         while room and waiting and contexts.size + len(joined) < max_seqs:
             length = waiting[0][0]
             count = min(length - begun, room)
@@ -130,9 +131,8 @@ def run_trace(floor: StepFloor, requests: Lengths, max_seqs: int, max_tokens: in
 def run_samples(floor: StepFloor, args: argparse.Namespace) -> Total:
     num_prompts, num_samples, num_tokens = args.samples
     num_rows, total = num_prompts * num_samples, Total()
-    prompts = num_prompts * floor.attend(args.prompt_tokens, 0)
     for _ in range(num_prompts):
-        total.add((floor.multiply(args.prompt_tokens), 0.0, 0.0, 0.0, prompts / num_prompts))
+        total.add((floor.multiply(args.prompt_tokens), 0.0, 0.0, 0.0, floor.attend(args.prompt_tokens, 0)))
     while num_rows > 0:  # as many at once as there may be
         at_once = min(num_rows, args.max_seqs)
         for own in range(num_tokens):

@@ -38,7 +38,7 @@ from toka_async.transfer.wire import send_tensors
 from toka_async.weights.catalog import WeightCatalog
 
 ROUNDS = 4  # the first one does not count
-BUCKET = 1 << 30  # bytes, of each of four
+BUCKET = 1 << 30  # bytes
 SECONDS = 300.0
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from toka_async.transfer.tensors import TensorInfo
 
 BUCKET_BYTES = 1 << 28
-NUM_BUCKETS = 4  # so that one is filled while orders and answers of others are on their way
+NUM_BUCKETS = 4  # of an update; orders and answers of some are on their way while one is filled
 
 
 class Trainer:
@@ -124,10 +124,10 @@ class Trainer:
         bucket_bytes: int = BUCKET_BYTES,
         device: torch.device | None = None,
     ) -> None:
-        """Give a server on this machine all tensors of a checkpoint, through four buckets of so many bytes each.
+        """Give a server on this machine all tensors of a checkpoint, through buckets of so many bytes each.
 
         They are in shared memory of the host, or of a GPU that a rank of the server uses too and that has the tensors.
-        One is filled while the server loads others.
+        There are NUM_BUCKETS of them: one is filled while the server loads others.
         """
         from toka_async.transfer.buckets import BucketWriter, CudaWriter, ShmWriter, fill_in_turn
 

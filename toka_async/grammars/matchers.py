@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FEW = 4  # rows, which are done before threads would be awake
+FEW = 4  # rows; so many take less time than it takes to wake threads
 MOST_THREADS = 16
 WORD = 32  # ids of a word of a mask
 
@@ -60,7 +60,7 @@ class RowMatchers:
     Work is by column: Python touches an object of each row only to hand its matcher to the library.
 
     Args:
-        num_threads: of Rust, which masks are made in.
+        num_threads: in which masks are made; each has a lane.
     """
 
     def __init__(self, vocabulary: GrammarVocabulary, max_seqs: int, num_threads: int) -> None:

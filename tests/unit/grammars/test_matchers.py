@@ -21,26 +21,11 @@ from tests.cases.grammars import (
 )
 from toka_async.grammars import matchers as module
 from toka_async.grammars.matchers import GrammarRow, RowMatchers, count_mask_threads
-from toka_async.grammars.vocabulary import GrammarVocabulary
 
 
 @pytest.fixture
 def matchers() -> RowMatchers:
     return RowMatchers(make_vocabulary(), 64, 2)
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The grammars that are compiled from now on."""
-    grammars: list[str] = []
-    compile_it = GrammarVocabulary.compile
-
-    def note(self: GrammarVocabulary, grammar: str) -> Any:
-        grammars.append(grammar)
-        return compile_it(self, grammar)
-
-    monkeypatch.setattr(GrammarVocabulary, "compile", note)
-    return grammars
 
 
 def encode(text: str) -> list[int]:

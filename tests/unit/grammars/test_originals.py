@@ -3,31 +3,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
 from tests.cases.grammars import make_vocabulary
 from toka_async.grammars import originals as module
 from toka_async.grammars.originals import Originals
-from toka_async.grammars.vocabulary import GrammarVocabulary
 
 LANES = 3
 A, B = 'start: "a"', 'start: "b"'
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The grammars that are compiled from now on."""
-    grammars: list[str] = []
-    compile_it = GrammarVocabulary.compile
-
-    def note(self: GrammarVocabulary, grammar: str) -> Any:
-        grammars.append(grammar)
-        return compile_it(self, grammar)
-
-    monkeypatch.setattr(GrammarVocabulary, "compile", note)
-    return grammars
 
 
 @pytest.fixture

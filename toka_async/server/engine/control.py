@@ -226,7 +226,7 @@ class EngineControl:
             self._num_loading += 1
             self._loaded.clear()
         try:
-            # It is sent before anything else has its turn. Replicas begin with it when they are done with those before.
+            # The load is sent before anything else has its turn. Replicas carry loads out one after the other.
             action = LoadTensors(
                 names=tuple(names),
                 dtypes=tuple(dtypes),
@@ -292,7 +292,10 @@ class EngineControl:
 
     @asynccontextmanager
     async def _turn(self, behind_loads: bool = True) -> AsyncIterator[None]:
-        """What changes weights or memory is done one after the other, but loads. Raises ControlTimeoutError."""
+        """Waits until no other action on weights or memory is under way, and keeps others waiting.
+
+        behind_loads: also waits for loads, which go on without a turn. Raises ControlTimeoutError.
+        """
         taken = False
         try:
             try:
