@@ -80,7 +80,7 @@ class Engine:
         self.runner = rank = factory.build()
         self.control = factory.make_control(rank, 0, 0)
         self.driver = CoreDriver(rank.ready, max_tokens=max_tokens, rank=rank, until_full=until_full, **options)
-        self.driver.carry_out = self.control.run
+        self.driver.carry_out = lambda control: self.control.launch(control)()
 
     def run(self, prompts: Sequence[Sequence[int]], **fields: object) -> list[Received]:
         """Submit all prompts together and run them to their ends."""

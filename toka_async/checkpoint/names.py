@@ -53,10 +53,10 @@ class StoredPart:
 
 def list_stored_parts(name: str, shape: Sequence[int], known: Container[str]) -> list[StoredPart]:
     """Lists the tensors of the model in a stored one; one under its own name if that is known, or is none of these."""
-    match = _STACKED.fullmatch(name)
     if name not in known and name.removesuffix("_inv") in known:
         name = name.removesuffix("_inv")
-    if name in known or match is None or len(shape) != 3:
+    match = None if name in known else _STACKED.fullmatch(name)
+    if match is None or len(shape) != 3:
         return [StoredPart(name, tuple(shape) or (1,))]
     matrices, (experts, rows, columns) = _MATRICES[match[2]], shape
     size = rows // len(matrices)

@@ -10,7 +10,7 @@ import asyncio
 import os
 import secrets
 from collections import deque
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from toka_async.transfer.buckets import Filling
+    from toka_async.transfer.buckets import BucketWriter, Filling
     from toka_async.transfer.tensors import TensorInfo
 
 BUCKET_BYTES = 1 << 28
@@ -129,7 +129,7 @@ class Trainer:
         They are in shared memory of the host, or of a GPU that a rank of the server uses too and that has the tensors.
         There are NUM_BUCKETS of them: one is filled while the server loads others.
         """
-        from toka_async.transfer.buckets import BucketWriter, CudaWriter, ShmWriter, fill_in_turn
+        from toka_async.transfer.buckets import CudaWriter, ShmWriter, fill_in_turn
 
         begun = asyncio.create_task(self.begin_update())
         await asyncio.sleep(0)  # it is sent: the server's steps end while the first bucket is filled
@@ -138,7 +138,7 @@ class Trainer:
             for _ in range(NUM_BUCKETS):
                 name = f"toka-{os.getpid()}-{secrets.token_hex(8)}"
                 writers.append(CudaWriter(bucket_bytes, device) if device else ShmWriter(name, bucket_bytes))
-            await self._load_in_turn(begun, fill_in_turn(writers, tensors))
+            await self._load_in_turn(begun, fill_in_turn(writers, tensors), version)
         except CommandError:  # no update has begun, or the engine has given it up
             raise
         except BaseException:
@@ -149,27 +149,47 @@ class Trainer:
         finally:
             for writer in writers:
                 writer.close()
-        await self.finish_update(version)
 
-    async def _load_in_turn(self, begun: Awaitable[None], fillings: Iterable[Filling]) -> None:
-        """Load fillings of the buckets in turn. The server has the next one already when it has loaded one."""
-        loads: deque[asyncio.Task[None]] = deque()
-        try:
-            for infos, bucket in fillings:
+    async def _load_in_turn(
+        self, begun: Awaitable[None], fillings: Iterable[tuple[Filling, BucketWriter]], version: str | None
+    ) -> None:
+        """Load fillings of the buckets in turn, and finish the update.
+
+        Nothing waits here for what the server does in order: it has the next load when it has loaded one, and the
+        first when the update has begun. A filling is sent while the next one is filled: a GPU copies it meanwhile.
+        """
+        asked: deque[asyncio.Task[None]] = deque()
+        ahead: tuple[Filling, BucketWriter] | None = None
+
+        async def ask(command: Coroutine[Any, Any, None]) -> None:
+            asked.append(asyncio.create_task(command))
+            await asyncio.sleep(0)  # it is sent
+
+        async def send() -> None:
+            if ahead is not None:
+                (infos, bucket), writer = ahead
+                writer.wait()
+                await ask(self.load(bucket, infos))
+
+        async def collect(most: int) -> None:
+            """Wait until at most so many commands are under way."""
+            while len(asked) > most:
                 await begun
-                loads.append(asyncio.create_task(self.load(bucket, infos)))
-                await asyncio.sleep(0)  # it is sent
-                if len(loads) == NUM_BUCKETS:  # the next filling overwrites the oldest one
-                    await loads[0]
-                    loads.popleft()
-            await begun
-            while loads:
-                await loads[0]
-                loads.popleft()
+                await asked[0]
+                asked.popleft()
+
+        try:
+            for filled in fillings:
+                await send()
+                ahead = filled
+                await collect(NUM_BUCKETS - 2)  # the next filling overwrites the oldest one
+            await send()
+            await ask(self.finish_update(version))
+            await collect(0)
         finally:
-            for load in loads:
-                load.cancel()
-            await asyncio.gather(*loads, return_exceptions=True)
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
 
     async def update_from(self, folder: Path | str, version: str | None = None) -> None:
         """Give a server the tensors of a folder's safetensors files."""

@@ -183,17 +183,13 @@ def serve(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank
             message = steps.receive()
             if isinstance(message, Control):
                 # The other thread sends all answers. An action may take as long as it says.
-                launched.put(partial(get_done, control.run(message)))
+                launched.put(control.launch(message))
                 continue
             for part in message.passes():
                 progress.begin()
                 launched.put(launch(part))
     except RuntimeError as error:
         report_device_failure(link, error)
-
-
-def get_done(done: ControlDone) -> ControlDone:
-    return done
 
 
 def watch_steps(link: ParentLink, progress: WorkProgress) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from toka_async.control import CudaBucket, ShmBucket
 from toka_async.transfer.errors import TransferError
 from toka_async.transfer.shared import FOLDER, share_cuda
-from toka_async.transfer.tensors import ALIGNMENT, TensorInfo, describe_tensor
+from toka_async.transfer.tensors import ALIGNMENT, TensorBuffer, TensorInfo, describe_tensor
 
 Bucket = ShmBucket | CudaBucket
 Filling = tuple[list[TensorInfo], Bucket]
@@ -26,7 +26,7 @@ class BucketWriter(ABC):
     def __init__(self, buffer: Tensor) -> None:
         """buffer: bytes [b]."""
         self.num_bytes = buffer.numel()
-        self._bytes: Tensor | None = buffer
+        self._bytes: TensorBuffer | None = TensorBuffer(buffer)
         self._infos: list[TensorInfo] = []
         self._offsets: list[int] = []
         self._end = 0
@@ -43,18 +43,26 @@ class BucketWriter(ABC):
             raise TransferError(f"{name} has {num_bytes} bytes, the bucket {self.num_bytes}")
         if self._end + num_bytes > self.num_bytes:
             return False
-        with torch.no_grad():
-            info.view(self._bytes, self._end).copy_(tensor)
+        self._bytes.view(info, self._end).copy_(tensor.detach())
         self._infos.append(info)
         self._offsets.append(self._end)
         self._end += -(-num_bytes // ALIGNMENT) * ALIGNMENT
         return True
 
     def take(self) -> Filling:
-        """Describes what was added since the last time. The next tensors take its place."""
+        """Describes what was added since the last time, once it is there. The next tensors take its place."""
+        filling = self.describe()
+        self.wait()
+        return filling
+
+    def describe(self) -> Filling:
+        """Does as `take`, but the tensors are in the bucket after `wait` only."""
         infos, offsets = self._infos, self._offsets
         self._infos, self._offsets, self._end = [], [], 0
         return infos, self._describe(offsets)
+
+    def wait(self) -> None:  # noqa: B027  # a host copies at once
+        """Waits until all that was described is in the bucket."""
 
     @property
     def is_empty(self) -> bool:
@@ -62,7 +70,9 @@ class BucketWriter(ABC):
 
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Filling]:
         """Fills the bucket as often as it takes. A filling has to be loaded before the next one is asked for."""
-        return fill_in_turn([self], tensors)
+        for filling, _ in fill_in_turn([self], tensors):
+            self.wait()
+            yield filling
 
     def close(self) -> None:
         self._bytes = None
@@ -100,14 +110,20 @@ class CudaWriter(BucketWriter):
         super().__init__(buffer)
         self._handle = share_cuda(buffer)
         self._device = device
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        self._copied.synchronize()
 
     def _describe(self, offsets: Sequence[int]) -> CudaBucket:
-        torch.cuda.synchronize(self._device)
+        self._copied.record(torch.cuda.current_stream(self._device))
         return CudaBucket(handles=(self._handle,), offsets=tuple(offsets))
 
 
-def fill_in_turn(writers: Sequence[BucketWriter], tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Filling]:
-    """Fills buckets in turn, as often as it takes.
+def fill_in_turn(
+    writers: Sequence[BucketWriter], tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[Filling, BucketWriter]]:
+    """Fills buckets in turn, as often as it takes. Yields fillings that are there after the writer's `wait`.
 
     A bucket's filling has to be loaded before the next filling but `len(writers) - 1` is asked for. Raises
     TransferError for a tensor that is larger than a bucket.
@@ -116,8 +132,8 @@ def fill_in_turn(writers: Sequence[BucketWriter], tensors: Iterable[tuple[str, T
     writer = next(turns)
     for name, tensor in tensors:
         if not writer.add(name, tensor):
-            yield writer.take()
+            yield writer.describe(), writer
             writer = next(turns)
             writer.add(name, tensor)
     if not writer.is_empty:
-        yield writer.take()
+        yield writer.describe(), writer

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from toka_async.control import CudaBucket, CudaHandle, ShmBucket
 from toka_async.transfer.errors import TransferError
-from toka_async.transfer.tensors import TensorInfo
+from toka_async.transfer.tensors import TensorBuffer, TensorInfo
 
 FOLDER = Path("/dev/shm")
 
@@ -24,8 +24,9 @@ def read_tensors(buffer: Tensor, infos: Sequence[TensorInfo], offsets: Sequence[
     """Yields views of a bucket. Raises TransferError."""
     if len(offsets) != len(infos) or any(offset < 0 for offset in offsets):
         raise TransferError(f"{len(offsets)} offsets do not fit {len(infos)} tensors")
+    tensors = TensorBuffer(buffer)
     for info, offset in zip(infos, offsets, strict=True):
-        yield info.name, info.view(buffer, offset)
+        yield info.name, tensors.view(info, offset)
 
 
 class OpenBuckets:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from toka_async.transfer.deadline import Deadline
-from toka_async.transfer.tensors import TensorInfo, describe_tensor, divide_chunks, view_bytes
+from toka_async.transfer.tensors import TensorBuffer, TensorInfo, describe_tensor, divide_chunks, view_bytes
 
 
 class BroadcastGroup(Protocol):
@@ -52,15 +52,17 @@ def receive_tensors(
             yield info.name, tensor
         return
     buffer = torch.empty(0, dtype=torch.uint8, device=group.device)
+    tensors = TensorBuffer(buffer)
     for chunk in divide_chunks(infos, buffer_bytes):
         total = sum(info.num_bytes for info in chunk)
         if len(buffer) < total:
-            del buffer
+            del buffer, tensors
             buffer = torch.empty(total, dtype=torch.uint8, device=group.device)
+            tensors = TensorBuffer(buffer)
         group.broadcast(buffer[:total], deadline)
         offset = 0
         for info in chunk:
-            yield info.name, info.view(buffer, offset)
+            yield info.name, tensors.view(info, offset)
             offset += info.num_bytes
 
 

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 
 import torch
 
-from toka_async.checkpoint.names import is_of_other_part, list_stored_parts
+from toka_async.checkpoint.names import StoredPart, is_of_other_part, list_stored_parts
 from toka_async.model.decoder import RankModel
 from toka_async.transfer.tensors import TensorInfo
 
@@ -48,15 +48,21 @@ class WeightCatalog:
         """model: all of it, on the meta device."""
         self._find_part = model.find_part
         self.tensors = {name: Expected(part.shape, part.dtypes) for name, part in model.parts()}
+        self._found: dict[tuple[str, tuple[int, ...]], list[StoredPart]] = {}  # that the model has
+
+    def find_parts(self, name: str, shape: tuple[int, ...]) -> list[StoredPart]:
+        """Finds the model's tensors in one of a checkpoint. Those of an earlier update are remembered."""
+        found = self._found.get((name, shape))
+        if found is None:
+            found = list_stored_parts(self._find_part(name), shape, self.tensors)
+            if all((known := self.tensors.get(part.name)) and known.shape == part.shape for part in found):
+                self._found[name, shape] = found
+        return found
 
     def check(self, infos: Sequence[TensorInfo], written: Collection[str]) -> None:
         """Raises UpdateError for tensors that the model does not have so, or that have come before."""
         names = set(written)
-        parts = (
-            (info, part)
-            for info in infos
-            for part in list_stored_parts(self._find_part(info.name), info.shape, self.tensors)
-        )
+        parts = ((info, part) for info in infos for part in self.find_parts(info.name, info.shape))
         for info, part in parts:
             if part.name in names:
                 raise UpdateError(f"{info.name} comes twice in one update")

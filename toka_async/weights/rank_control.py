@@ -1,7 +1,8 @@
 """What a rank does of a trainer's actions: joins its groups, loads tensors, sums them up, and sleeps.
 
 Called between steps, when none is queued. Every action ends with a ControlDone, whatever happens; a load that fails
-closes its group, since the other end may be in the middle of a tensor. Knows no requests.
+closes its group, since the other end may be in the middle of a tensor. A GPU may still copy when the next action
+begins. Knows no requests.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -88,8 +90,8 @@ class RankControl:
         self._groups: dict[str, BroadcastGroup] = {}
         self._buckets = OpenBuckets(self._device)  # of the open update
 
-    def run(self, control: Control) -> ControlDone:
-        """Carries out an action, and waits for the device."""
+    def launch(self, control: Control) -> Callable[[], ControlDone]:
+        """Carries out an action as far as it is the host's; returns what waits for the device."""
         before = self._count_written()
         error, sums = "", tuple[PartSum, ...]()
         try:
@@ -100,7 +102,12 @@ class RankControl:
             logger.exception("an action failed")
             error = f"{type(problem).__name__}: {problem}"
         count = max(0, self._count_written() - before)
-        return ControlDone(number=control.number, rank=self._rank, error=error, count=count, sums=sums)
+        done = ControlDone(number=control.number, rank=self._rank, error=error, count=count, sums=sums)
+        if self._device.type != "cuda":
+            return lambda: done
+        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        copied.record()
+        return partial(_wait, copied, done)  # not before may a trainer overwrite a bucket
 
     def _count_written(self) -> int:
         return 0 if self._update is None else len(self._update.written)
@@ -186,8 +193,6 @@ class RankControl:
             infos = read_infos(action.names, action.dtypes, action.shapes)
             update.check(infos)
             update.write(self._receive(source, infos, deadline))
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)  # the trainer may overwrite a bucket now
         except BaseException:
             if isinstance(source, Broadcast):
                 self._close(source.transfer)
@@ -204,3 +209,8 @@ class RankControl:
                 return receive_tensors(group, infos, deadline, buffer_bytes)
             case ShmBucket(offsets=offsets) | CudaBucket(offsets=offsets):
                 return read_tensors(self._buckets.open(source), infos, offsets)
+
+
+def _wait(copied: torch.cuda.Event, done: ControlDone) -> ControlDone:
+    copied.synchronize()
+    return done

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from toka_async.checkpoint.json_file import ModelError
-from toka_async.checkpoint.names import list_stored_parts
 from toka_async.model.decoder import RankModel
 from toka_async.model.matrices.part import WeightPart
 from toka_async.model.weights import check_tensors, load_tensors
@@ -38,7 +37,7 @@ class WeightUpdate:
     def write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Writes tensors that were checked."""
         for name, tensor in tensors:
-            for stored in list_stored_parts(self._decoder.find_part(name), tensor.shape, self._catalog.tensors):
+            for stored in self._catalog.find_parts(name, tuple(tensor.shape)):
                 self.written.add(stored.name)
                 part = self._parts.get(stored.name)
                 if part is not None and part.target.numel():

@@ -46,8 +46,8 @@ def test_a_bucket_stays_as_it_is_while_the_other_is_filled() -> None:
     found: dict[str, Tensor] = {}
     with shared_bucket(32) as first, shared_bucket(32) as second:
         fillings = fill_in_turn([first, second], tensors)
-        before = next(fillings)
-        for filling in fillings:
+        before, _ = next(fillings)
+        for filling, _ in fillings:
             found |= {name: tensor.clone() for name, tensor in read(before).items()}
             before = filling
         found |= {name: tensor.clone() for name, tensor in read(before).items()}

@@ -51,7 +51,7 @@ def control(tmp_path_factory: pytest.TempPathFactory) -> RankControl:
 
 
 def run(control: RankControl, action: RankAction) -> ControlDone:
-    done = control.run(Control(number=7, action=action))
+    done = control.launch(Control(number=7, action=action))()
     assert (done.number, done.rank) == (7, 1)
     return done
 
