@@ -1,7 +1,8 @@
 """Follows rows through their grammars on a rank: which tokens each may draw next.
 
 Threads advance and ask the rows' matchers without the interpreter's lock, each those of its lane (see `originals`).
-Knows slots and token ids; knows no requests and no torch.
+Waking a thread takes as long as several rows, so a step wakes each once. Knows slots and token ids; knows no requests
+and no torch.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,10 +51,17 @@ class GrammarRow:
 
 @dataclass(slots=True, frozen=True)
 class MatchedRows:
-    """Rows on their way: slots int32 [r], all different, and which of each slot's rows, int64 [r]."""
+    """Rows on their way: slots int32 [r], all different, and which of each slot's rows, int64 [r].
+
+    lanes: int64, the places of each lane's rows.
+    """
 
     slots: Int32
     numbers: Int64
+    lanes: tuple[Int64, ...]
+
+
+Drawn = tuple[MatchedRows, Int32]  # rows and the token that each drew
 
 
 class RowMatchers:
@@ -83,6 +93,7 @@ class RowMatchers:
         self._min_tokens: Int64 = np.zeros(max_seqs, np.int64)
         ends = np.asarray(sorted(vocabulary.end_ids), np.int64)
         self._end_ids = ends[(ends >= 0) & (ends < vocabulary.num_tokens)]
+        self._is_end: Bool = np.isin(np.arange(vocabulary.num_tokens), self._end_ids)
         self.num_words = -(-vocabulary.num_tokens // WORD)
 
     def __len__(self) -> int:
@@ -117,25 +128,30 @@ class RowMatchers:
     def take(self, slots: Int32) -> MatchedRows:
         """Takes the slots' rows, each of which has a grammar."""
         self._start_admitted()
-        return MatchedRows(slots, self._number[slots])
+        lanes = self._lane[slots]
+        ends = np.cumsum(np.bincount(lanes, minlength=self._num_threads))
+        by_lane = np.split(np.argsort(lanes, kind="stable"), ends[:-1])
+        return MatchedRows(slots, self._number[slots], tuple(by_lane))
 
     def advance(self, rows: MatchedRows, token_ids: Int32) -> None:
         """Advances each row by a token that it drew, unless it has stopped or its slot has another one."""
         if rows.slots.size <= FEW:
             for row in zip(rows.slots.tolist(), rows.numbers.tolist(), token_ids.tolist(), strict=True):
                 self._advance_row(*row)
+        else:
+            list(self.fill_parts((), (), (rows, token_ids)))
+
+    def _advance_lane(self, rows: MatchedRows, token_ids: Int32, lane: int) -> None:
+        places = rows.lanes[lane]
+        slots = rows.slots[places]
+        going = self._goes_on[slots] & (self._number[slots] == rows.numbers[places])
+        slots, ids = slots[going], token_ids[places[going]]
+        if not slots.size:
             return
-        going = self._goes_on[rows.slots] & (self._number[rows.slots] == rows.numbers)
-        slots, token_ids = rows.slots[going], token_ids[going]
-        taken = np.ones(slots.size, np.bool_)
-
-        def advance(lane: int, places: Int64) -> None:
-            pairs = list(zip(self._matchers[slots[places]].tolist(), token_ids[places].tolist(), strict=True))
-            taken[places] = self._executors[lane].consume_token_par(pairs)
-
-        self._run(advance, slots)
+        pairs = list(zip(self._matchers[slots].tolist(), ids.tolist(), strict=True))
+        taken = np.array(self._executors[lane].consume_token_par(pairs), np.bool_)
         self._num_tokens[slots] += 1
-        self._stop(slots[taken & np.isin(token_ids, self._end_ids)])
+        self._stop(slots[taken & self._is_end[ids]])
         for slot in slots[~taken].tolist():
             self._note_error(slot)
 
@@ -149,28 +165,75 @@ class RowMatchers:
             self._stop(slot)
 
     def fill(self, rows: MatchedRows, masks: Int32) -> list[int]:
+        """Does as `fill_parts` for all rows at once."""
+        (failed,) = self.fill_parts((rows,), (masks,))
+        return failed
+
+    def fill_parts(
+        self, parts: Sequence[MatchedRows], tables: Sequence[Int32], drawn: Drawn | None = None
+    ) -> Iterator[list[int]]:
         """Writes a mask of each row, int32 [r, num_words]: the bits of ids that it may draw, lowest first.
 
-        The slots have these rows. One that has stopped may draw anything. Returns the places of those that have failed.
+        The slots have these rows, of which `drawn` are advanced before, as `advance` does. A row that has stopped may
+        draw anything. Yields the places of those that have failed, part after part, while threads go on with the next.
         """
-        slots = rows.slots
-        if slots.size <= FEW:
-            return [place for place, slot in enumerate(slots.tolist()) if not self._fill_row(slot, masks[place])]
-        goes_on = self._goes_on[slots]
-        places = np.flatnonzero(goes_on)
-        masks[~goes_on] = -1
-        size, address = 4 * self.num_words, masks.ctypes.data
+        if sum(rows.slots.size for rows in parts) <= FEW and (drawn is None or drawn[0].slots.size <= FEW):
+            if drawn is not None:
+                self.advance(*drawn)
+            for rows, masks in zip(parts, tables, strict=True):
+                yield [
+                    place for place, slot in enumerate(rows.slots.tolist()) if not self._fill_row(slot, masks[place])
+                ]
+            return
+        for rows, masks in zip(parts, self._run_lanes(parts, tables, drawn), strict=True):
+            goes_on = self._goes_on[rows.slots]
+            held = goes_on & (self._num_tokens[rows.slots] < self._min_tokens[rows.slots])
+            suspects = self._find_suspects(np.flatnonzero(goes_on), masks).tolist()
+            for place in {*suspects, *np.flatnonzero(held).tolist()}:
+                self._check_mask(rows.slots[place], masks[place])
+            yield np.flatnonzero(self._has_failed[rows.slots]).tolist()
 
-        def fill(lane: int, at: Int64) -> None:
-            pairs = list(zip(self._matchers[slots[places[at]]].tolist(), places[at].tolist(), strict=True))
-            self._executors[lane].unsafe_compute_mask_ptr(pairs, address, size, slots.size)
+    def _run_lanes(self, parts: Sequence[MatchedRows], tables: Sequence[Int32], drawn: Drawn | None) -> Iterator[Int32]:
+        """Works in the threads of all lanes; yields the masks of each part when they are complete."""
+        every = parts if drawn is None else (*parts, drawn[0])
+        lanes = [lane for lane in range(self._num_threads) if any(rows.lanes[lane].size for rows in every)]
+        left, guard = [len(lanes)] * len(parts), Lock()
+        complete: SimpleQueue[int] = SimpleQueue()
 
-        self._run(fill, slots[places])
-        held = goes_on & (self._num_tokens[slots] < self._min_tokens[slots])
-        for place in {*self._find_suspects(places, masks).tolist(), *np.flatnonzero(held).tolist()}:
-            self._check_mask(slots[place], masks[place])
-        failed: list[int] = np.flatnonzero(self._has_failed[slots]).tolist()
-        return failed
+        def work(lane: int) -> None:
+            if drawn is not None:
+                self._advance_lane(*drawn, lane)
+            for number, (rows, masks) in enumerate(zip(parts, tables, strict=True)):
+                self._fill_lane(rows, masks, lane)
+                with guard:
+                    left[number] -= 1
+                    if not left[number]:
+                        complete.put(number)
+
+        def note_failure(done: Future[None]) -> None:
+            if done.exception() is not None:
+                complete.put(-1)
+
+        self._make_executors()
+        working = [self._threads.submit(work, lane) for lane in lanes]
+        for done in working:
+            done.add_done_callback(note_failure)
+        for masks in tables:
+            if complete.get() < 0:
+                break
+            yield masks
+        for done in working:
+            done.result()
+
+    def _fill_lane(self, rows: MatchedRows, masks: Int32, lane: int) -> None:
+        places = rows.lanes[lane]
+        goes_on = self._goes_on[rows.slots[places]]
+        masks[places[~goes_on]] = -1
+        places = places[goes_on]
+        if places.size:
+            pairs = list(zip(self._matchers[rows.slots[places]].tolist(), places.tolist(), strict=True))
+            size = WORD // 8 * self.num_words
+            self._executors[lane].unsafe_compute_mask_ptr(pairs, masks.ctypes.data, size, len(masks))
 
     def _fill_row(self, slot: int, mask: Int32) -> bool:
         """Returns whether the row has not failed."""
@@ -205,17 +268,11 @@ class RowMatchers:
         if held.any():
             mask[:] = held
 
-    def _run(self, work: Callable[[int, Int64], None], slots: Int32) -> None:
-        """Works on each lane's rows in its thread; it is told their places among the slots."""
+    def _make_executors(self) -> None:
         if not self._executors:
             from llguidance import LLExecutor
 
             self._executors = [LLExecutor(1) for _ in range(self._num_threads)]
-        lanes = self._lane[slots]
-        ends = np.cumsum(np.bincount(lanes, minlength=self._num_threads))
-        parts = np.split(np.argsort(lanes, kind="stable"), ends[:-1])
-        for done in [self._threads.submit(work, lane, part) for lane, part in enumerate(parts) if part.size]:
-            done.result()
 
     def _start_admitted(self) -> None:
         if not self._admitted:

@@ -6,7 +6,7 @@ tokens. The parameters of running rows stay on the device, by slot. Knows slots 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -143,12 +143,28 @@ class KernelSampler:
         kept, masses = found[2:] if needs.wants_kept else (None, None)
         return Draws(token_ids, logprobs if needs.wants_logprobs else None, tops, kept, masses)
 
-    def sample(self, hidden: Tensor, slots: Int32, lengths: Int64, slots_at: Tensor, lengths_at: Tensor) -> Draws:
+    def sample(
+        self,
+        hidden: Tensor,
+        slots: Int32,
+        lengths: Int64,
+        slots_at: Tensor,
+        lengths_at: Tensor,
+        before_draw: Callable[[], None] | None = None,
+    ) -> Draws:
         needs = self._routes.find(slots, lengths)
         if needs.by_torch.size == slots.size:
-            return self._by_torch.sample(hidden, slots, lengths, slots_at, lengths_at)
-        draw = self.draw_full if needs.full else self.draw
-        draws = self.make_draws(needs, draw(hidden, slots_at, lengths_at))
+            return self._by_torch.sample(hidden, slots, lengths, slots_at, lengths_at, before_draw)
+        # One rank's logits need no masks; several ranks exchange them for the draw.
+        logits = self._head(hidden) if needs.full and self._shares is None else None
+        if before_draw is not None:
+            before_draw()
+        if logits is not None:
+            drawn = self.draw_edited(logits, slots_at, lengths_at)
+        else:
+            drawn = (self.draw_full if needs.full else self.draw)(hidden, slots_at, lengths_at)
+        del logits
+        draws = self.make_draws(needs, drawn)
         if not needs.by_torch.size:
             return draws
         rows = needs.by_torch

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from toka_async.arrays import Int32, Int64
-from toka_async.grammars.matchers import GrammarRow, MatchedRows, RowMatchers
+from toka_async.grammars.matchers import Drawn, GrammarRow, MatchedRows, RowMatchers
 from toka_async.runner.clock import Mark, mark
 from toka_async.runner.copies import Download, upload
 from toka_async.runner.rows import RowPrompt, RowTables
@@ -111,15 +111,18 @@ class GrammarMasks:
             found = self._find(draw.slots)
         draw.places, draw.rows = found.places, found.rows
         newest = self._drawn_by[found.rows.slots].max()
+        drawn: Drawn | None = None
         while self._under_way and self._num_taken <= newest:
+            if drawn is not None:
+                with _timed(draw):
+                    self._matchers.advance(*drawn)
             last, download = self._under_way.popleft()
             self._num_taken += 1
             token_ids = download.collect()[0]
             assert last.rows is not None
-            with _timed(draw):
-                self._matchers.advance(last.rows, token_ids[last.places])
+            drawn = last.rows, token_ids[last.places]
         with _timed(draw):
-            draw.broken = self._fill_table(found)
+            draw.broken = self._fill_table(found, drawn)
         if begin is not None:
             if found.stream is not None:
                 torch.cuda.current_stream().wait_stream(found.stream)
@@ -140,23 +143,24 @@ class GrammarMasks:
                 (slots_at,) = upload((rows.slots,), self._rows.device)
             for first in range(0, places.size, PART):
                 part = slice(first, first + PART)
-                own = MatchedRows(rows.slots[part], rows.numbers[part])
-                found.parts.append(_Part(places[part], own, slots_at[part]))
+                found.parts.append(_Part(places[part], self._matchers.take(rows.slots[part]), slots_at[part]))
         return self._found
 
-    def _fill_table(self, found: _Found) -> list[int]:
-        """Makes masks and copies them to the device; returns the places of broken rows.
+    def _fill_table(self, found: _Found, drawn: Drawn | None) -> list[int]:
+        """Advances rows, makes masks and copies them to the device; returns the places of broken rows.
 
         Nothing reads these slots' old masks any more: their draws are done, since their tokens are known.
         """
         table, broken = self._rows.masks, list[int]()
         assert table is not None
-        for part in found.parts:
-            # Memory from which a GPU fetches on its own time is not used again before it has.
-            shape = part.places.size, self._matchers.num_words
-            masks = torch.empty(shape, dtype=torch.int32, pin_memory=table.is_cuda)
-            if failed := self._matchers.fill(part.rows, masks.numpy()):
-                broken += part.places[failed].tolist()
+        # Memory from which a GPU fetches on its own time is not used again before it has.
+        made = [
+            torch.empty(part.places.size, table.shape[1], dtype=torch.int32, pin_memory=table.is_cuda)
+            for part in found.parts
+        ]
+        filled = self._matchers.fill_parts([part.rows for part in found.parts], [each.numpy() for each in made], drawn)
+        for part, masks, failed in zip(found.parts, made, filled, strict=True):
+            broken += part.places[failed].tolist()
             with found.copying():
                 table.index_copy_(0, part.slots_at, masks.to(table.device, non_blocking=True))
         return broken

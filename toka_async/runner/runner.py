@@ -272,9 +272,7 @@ class Runner:
             return None, hidden
         self._admit_sampling()  # not before: the device computes meanwhile, and a prompt's first token comes sooner
         last = hidden.index_select(0, sampled.tokens) if every_token and sampled.tokens is not None else hidden
-        if before_draw is not None:
-            before_draw()
-        samples = self._sampler.sample(last, slots, contexts, sampled.slots, sampled.contexts)
+        samples = self._sampler.sample(last, slots, contexts, sampled.slots, sampled.contexts, before_draw)
         self._rows.on_device.set_sampled(sampled.slots, samples.token_ids)
         return samples, hidden
 

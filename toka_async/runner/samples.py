@@ -68,13 +68,22 @@ class Draws:
 class Sampler(Protocol):
     """Draws the next tokens of rows."""
 
-    def sample(self, hidden: Tensor, slots: Int32, lengths: Int64, slots_at: Tensor, lengths_at: Tensor) -> Draws:
+    def sample(
+        self,
+        hidden: Tensor,
+        slots: Int32,
+        lengths: Int64,
+        slots_at: Tensor,
+        lengths_at: Tensor,
+        before_draw: Callable[[], None] | None = None,
+    ) -> Draws:
         """Draws one token for each row.
 
         Args:
             hidden: [s, hidden], s >= 1, the rows' last positions.
             slots: int32 [s] on the host; slots_at: the same, int64 on the device.
             lengths: int64 [s] on the host, tokens of the row so far; lengths_at: the same, int32 on the device.
+            before_draw: called when all is launched that needs no masks.
         """
         ...
 

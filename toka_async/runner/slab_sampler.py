@@ -64,8 +64,18 @@ class SlabSampler:
         self._rows = rows
         self._history = history
 
-    def sample(self, hidden: Tensor, slots: Int32, lengths: Int64, slots_at: Tensor, lengths_at: Tensor) -> Draws:  # noqa: ARG002
+    def sample(
+        self,
+        hidden: Tensor,
+        slots: Int32,
+        lengths: Int64,
+        slots_at: Tensor,  # noqa: ARG002
+        lengths_at: Tensor,  # noqa: ARG002
+        before_draw: Callable[[], None] | None = None,
+    ) -> Draws:
         """See `Sampler`; the columns on the device are not needed."""
+        if before_draw is not None:
+            before_draw()
         table = self._rows
         params = table.params[slots]
         needed = int(np.bitwise_or.reduce(params["flags"]))

@@ -148,6 +148,45 @@ def test_rows_of_many_grammars_in_several_threads_keep_to_theirs() -> None:
     assert [load_tokenizer().decode(output) for output in outputs] == texts * 9
 
 
+def test_many_rows_that_have_stopped_or_gone_need_nothing(matchers: RowMatchers) -> None:
+    slots = start_rows(matchers, ['start: "a"'] * 9)
+    rows = matchers.take(slots)
+    for token_id in (encode("a")[0], min(END_IDS)):
+        matchers.advance(rows, np.full(9, token_id, np.int32))
+    masks = np.zeros((9, matchers.num_words), np.int32)
+    assert matchers.fill(rows, masks) == []
+    assert (masks == -1).all(), "they may draw anything"
+    matchers.advance(rows, np.zeros(9, np.int32))
+    matchers.free(slots)
+    matchers.advance(rows, np.zeros(9, np.int32))
+    assert not len(matchers)
+
+
+def test_parts_are_filled_in_turn_once_rows_have_advanced(matchers: RowMatchers) -> None:
+    """Parts mix few rows and many, and rows that drew with rows that begin."""
+    slots = start_rows(matchers, ['start: "ab"', 'start: "b"'] * 10)
+    sizes = (3, 12, 5)
+    cuts = np.split(slots, np.cumsum(sizes)[:-1])
+    tables = [np.zeros((size, matchers.num_words), np.int32) for size in sizes]
+    drew = np.flatnonzero(np.arange(20) % 2 == 0).astype(np.int32)
+    drawn = matchers.take(slots[drew]), np.full(10, encode("a")[0], np.int32)
+    drawn[1][0] = encode("b")[0]  # it may not
+    failed = list(matchers.fill_parts([matchers.take(part) for part in cuts], tables, drawn))
+    assert failed == [[0], [], []]
+    allowed = np.concatenate(tables)
+    assert (allowed[0] == -1).all()
+    only_b = allowed[1]
+    assert (allowed[1:] == only_b).all(), "a row of ab that drew a goes on as one of b begins"
+
+
+def test_an_error_of_a_thread_is_raised(matchers: RowMatchers, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = start_rows(matchers, ['start: "a"'] * 20)
+    list_allowed(matchers, slots)
+    monkeypatch.setattr(matchers, "_executors", [None] * 2)
+    with pytest.raises(AttributeError):
+        list_allowed(matchers, slots)
+
+
 def test_no_two_threads_work_at_copies_of_one_original(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads would wait for each other at the lexer that such rows share."""
     matchers = RowMatchers(make_vocabulary(), 64, 4)

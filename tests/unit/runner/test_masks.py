@@ -140,11 +140,11 @@ def test_masks_are_made_after_the_forward_pass_is_launched(monkeypatch: pytest.M
 
         monkeypatch.setattr(owner, method, noted)
 
-    for owner, method in ((engine.runner.model, "finish"), (RowMatchers, "fill"), (SlabSampler, "sample")):
+    for owner, method in ((engine.runner.model, "finish"), (RowMatchers, "fill_parts"), (SlabSampler, "_sample_slab")):
         note(owner, method)
     engine.run([PROMPT], sampling=sample_by('start: "yes"'), max_tokens=9)
     assert len(calls) >= 6
-    assert calls == ["finish", "fill", "sample"] * (len(calls) // 3)
+    assert calls == ["finish", "fill_parts", "_sample_slab"] * (len(calls) // 3)
 
 
 def test_steps_without_grammars_make_no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
