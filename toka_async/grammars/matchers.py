@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count
 from queue import SimpleQueue
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ from toka_async.grammars.originals import Originals
 from toka_async.grammars.vocabulary import GrammarVocabulary, shorten_error
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor
+    from llguidance import LLExecutor, LLMatcher
 
 logger = logging.getLogger(__name__)
 
@@ -50,15 +51,31 @@ class GrammarRow:
 
 
 @dataclass(slots=True, frozen=True)
+class _Run:
+    """A lane's rows that go on, as the library takes them: places and slots, int64 and int32 [r].
+
+    change: the last change of any row before. stopped: int64, places of the lane's other rows.
+    """
+
+    change: int
+    places: Int64
+    slots: Int32
+    stopped: Int64
+    matchers: list[LLMatcher]
+    pairs: list[tuple[LLMatcher, int]]  # with places
+
+
+@dataclass(slots=True, frozen=True)
 class MatchedRows:
     """Rows on their way: slots int32 [r], all different, and which of each slot's rows, int64 [r].
 
-    lanes: int64, the places of each lane's rows.
+    lanes: int64, the places of each lane's rows. runs: which of these go on, as the matchers found last.
     """
 
     slots: Int32
     numbers: Int64
     lanes: tuple[Int64, ...]
+    runs: list[_Run | None]
 
 
 Drawn = tuple[MatchedRows, Int32]  # rows and the token that each drew
@@ -81,6 +98,8 @@ class RowMatchers:
         self._originals = Originals(vocabulary, num_threads, self._threads)
         self._admitted: dict[int, GrammarRow] = {}  # that have not started
         self._num_rows = 0
+        self._changes = count()  # numbers, also for threads
+        self._change = next(self._changes)  # the last one of which rows there are and go on: noted once it is made
         # By slot.
         self._has_row: Bool = np.zeros(max_seqs, np.bool_)
         self._number: Int64 = np.zeros(max_seqs, np.int64)  # of its row; another one for each
@@ -107,6 +126,7 @@ class RowMatchers:
         self._has_row[freed] = self._goes_on[freed] = False
         self._matchers[freed] = self._grammar[freed] = None
         self._num_rows -= freed.size
+        self._change = next(self._changes)
 
     def admit(self, rows: Sequence[GrammarRow]) -> None:
         """Takes new rows; the slots are free. They start when they are asked for; grammars are compiled meanwhile."""
@@ -131,7 +151,7 @@ class RowMatchers:
         lanes = self._lane[slots]
         ends = np.cumsum(np.bincount(lanes, minlength=self._num_threads))
         by_lane = np.split(np.argsort(lanes, kind="stable"), ends[:-1])
-        return MatchedRows(slots, self._number[slots], tuple(by_lane))
+        return MatchedRows(slots, self._number[slots], tuple(by_lane), [None] * len(by_lane))
 
     def advance(self, rows: MatchedRows, token_ids: Int32) -> None:
         """Advances each row by a token that it drew, unless it has stopped or its slot has another one."""
@@ -142,18 +162,30 @@ class RowMatchers:
             list(self.fill_parts((), (), (rows, token_ids)))
 
     def _advance_lane(self, rows: MatchedRows, token_ids: Int32, lane: int) -> None:
-        places = rows.lanes[lane]
-        slots = rows.slots[places]
-        going = self._goes_on[slots] & (self._number[slots] == rows.numbers[places])
-        slots, ids = slots[going], token_ids[places[going]]
-        if not slots.size:
+        run = self._find_run(rows, lane)
+        if not run.matchers:
             return
-        pairs = list(zip(self._matchers[slots].tolist(), ids.tolist(), strict=True))
-        taken = np.array(self._executors[lane].consume_token_par(pairs), np.bool_)
-        self._num_tokens[slots] += 1
-        self._stop(slots[taken & self._is_end[ids]])
-        for slot in slots[~taken].tolist():
-            self._note_error(slot)
+        ids = token_ids[run.places]
+        taken = self._executors[lane].consume_token_par(list(zip(run.matchers, ids.tolist(), strict=True)))
+        self._num_tokens[run.slots] += 1
+        is_end = self._is_end[ids]
+        if is_end.any() or not all(taken):
+            self._stop(run.slots[is_end & taken])
+            for slot in run.slots[~np.array(taken)].tolist():
+                self._note_error(slot)
+
+    def _find_run(self, rows: MatchedRows, lane: int) -> _Run:
+        """Finds a lane's rows that have not stopped and still have their slots. Most steps change none."""
+        run, change = rows.runs[lane], self._change
+        if run is None or run.change != change:
+            places = rows.lanes[lane]
+            slots = rows.slots[places]
+            goes_on = self._goes_on[slots] & (self._number[slots] == rows.numbers[places])
+            going, slots = places[goes_on], slots[goes_on]
+            matchers: list[LLMatcher] = self._matchers[slots].tolist()
+            pairs = list(zip(matchers, going.tolist(), strict=True))
+            rows.runs[lane] = run = _Run(change, going, slots, places[~goes_on], matchers, pairs)
+        return run
 
     def _advance_row(self, slot: int, number: int, token_id: int) -> None:
         if not self._goes_on[slot] or self._number[slot] != number:
@@ -226,14 +258,11 @@ class RowMatchers:
             done.result()
 
     def _fill_lane(self, rows: MatchedRows, masks: Int32, lane: int) -> None:
-        places = rows.lanes[lane]
-        goes_on = self._goes_on[rows.slots[places]]
-        masks[places[~goes_on]] = -1
-        places = places[goes_on]
-        if places.size:
-            pairs = list(zip(self._matchers[rows.slots[places]].tolist(), places.tolist(), strict=True))
+        run = self._find_run(rows, lane)
+        masks[run.stopped] = -1
+        if run.pairs:
             size = WORD // 8 * self.num_words
-            self._executors[lane].unsafe_compute_mask_ptr(pairs, masks.ctypes.data, size, len(masks))
+            self._executors[lane].unsafe_compute_mask_ptr(run.pairs, masks.ctypes.data, size, len(masks))
 
     def _fill_row(self, slot: int, mask: Int32) -> bool:
         """Returns whether the row has not failed."""
@@ -281,6 +310,7 @@ class RowMatchers:
         for row in self._admitted.values():
             self._start(row)
         self._admitted.clear()
+        self._change = next(self._changes)
 
     def _start(self, row: GrammarRow) -> None:
         slot, copied = row.slot, self._originals.copy(row.grammar)
@@ -297,10 +327,12 @@ class RowMatchers:
     def _stop(self, slots: Int32 | int) -> None:
         self._goes_on[slots] = False
         self._matchers[slots] = None
+        self._change = next(self._changes)
 
     def _note_error(self, slot: int) -> None:
         error = shorten_error(self._matchers[slot].get_error()) or "it does not go on"
         self._has_failed[slot], self._goes_on[slot], self._matchers[slot] = True, False, None
+        self._change = next(self._changes)
         logger.warning("a grammar failed after %d tokens: %s", self._num_tokens[slot], error)
         if "panic" in error:  # the library leaves the shared lexer locked: no further row may copy this original
             self._originals.drop(self._grammar[slot], int(self._lane[slot]))

@@ -25,6 +25,7 @@ TEXT_LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 30)
 TOKEN_CLASSES = [
     r"[\x20\x0A\x0D\x09]+",
     *(r'[^"\\\x00-\x1F\x7F]' + count for count in (*(f"{{1,{most}}}" for most in TEXT_LENGTHS), "+")),
+    r"[a-zA-Z0-9]{1,16}",  # for addresses and names
 ]
 _EXCERPT = re.compile(r"\n\s*\d+ \| .*|<backtrace>.*", re.DOTALL)  # the grammar's lines around an error
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")

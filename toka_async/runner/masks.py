@@ -143,7 +143,8 @@ class GrammarMasks:
                 (slots_at,) = upload((rows.slots,), self._rows.device)
             for first in range(0, places.size, PART):
                 part = slice(first, first + PART)
-                found.parts.append(_Part(places[part], self._matchers.take(rows.slots[part]), slots_at[part]))
+                own = rows if places.size <= PART else self._matchers.take(rows.slots[part])
+                found.parts.append(_Part(places[part], own, slots_at[part]))
         return self._found
 
     def _fill_table(self, found: _Found, drawn: Drawn | None) -> list[int]:
