@@ -4,6 +4,7 @@
     python scripts/rl/measure_update.py MODEL cuda cache.memory_fraction=0.5             # both on one GPU
     python scripts/rl/measure_update.py MODEL shm model.load=random
     python scripts/rl/measure_update.py demo shm model.device=cpu
+    python scripts/rl/measure_update.py MODEL cuda --bucket-mib 1024 2048 4096
 
 Starts a server, gives it random weights several times, and compares the checksums of the last ones. The speed is that
 of copying 1 GiB the same way: from GPU to GPU, on one GPU, or from memory that is not pinned. The checksums of weights
@@ -37,8 +38,8 @@ from toka_async.transfer.tensors import describe_tensor
 from toka_async.transfer.wire import send_tensors
 from toka_async.weights.catalog import WeightCatalog
 
-ROUNDS = 4  # the first one does not count
-BUCKET = 1 << 30  # bytes
+ROUNDS = 6  # the first one does not count
+COPIED = 1 << 30  # bytes of a copy
 SECONDS = 300.0
 
 
@@ -55,7 +56,7 @@ def make_tensors(model: Path, dtype: torch.dtype, device: torch.device, seed: in
 
 def measure_copy(source: torch.device, target: torch.device) -> float:
     """Returns the bytes a second of copies of 1 GiB, the median of five."""
-    one, other = (torch.zeros(BUCKET, dtype=torch.uint8, device=device) for device in (source, target))
+    one, other = (torch.zeros(COPIED, dtype=torch.uint8, device=device) for device in (source, target))
     times = []
     for _ in range(6):
         synchronize(source, target)
@@ -63,7 +64,7 @@ def measure_copy(source: torch.device, target: torch.device) -> float:
         other.copy_(one)
         synchronize(source, target)
         times.append(time.perf_counter() - began)
-    return BUCKET / statistics.median(times[1:])
+    return COPIED / statistics.median(times[1:])
 
 
 def synchronize(*devices: torch.device) -> None:
@@ -75,9 +76,10 @@ def synchronize(*devices: torch.device) -> None:
 class Sender(ABC):
     """One way from this process to the server's rank. open: before the first update."""
 
-    def __init__(self, trainer: Trainer, device: torch.device) -> None:
+    def __init__(self, trainer: Trainer, device: torch.device, bucket_bytes: int) -> None:
         self.trainer = trainer
         self.device = device
+        self.bucket_bytes = bucket_bytes
 
     async def open(self) -> None:  # noqa: B027  # some ways need nothing
         pass
@@ -106,7 +108,7 @@ class NcclSender(Sender):
 class BucketSender(Sender):
     async def send(self, tensors: dict[str, Tensor]) -> None:
         device = self.device if self.device.type == "cuda" else None
-        await self.trainer.update(tensors.items(), bucket_bytes=BUCKET, device=device)
+        await self.trainer.update(tensors.items(), bucket_bytes=self.bucket_bytes, device=device)
 
 
 SENDERS: dict[str, type[Sender]] = {"nccl": NcclSender, "cuda": BucketSender, "shm": BucketSender}
@@ -119,7 +121,7 @@ def find_port() -> int:
         return port
 
 
-async def measure(model: Path, way: str, overrides: list[str]) -> None:
+async def measure(model: Path, way: str, bucket_mib: list[int], overrides: list[str]) -> None:
     has_gpu = torch.cuda.is_available()
     engine = torch.device("cuda:0" if has_gpu else "cpu")
     own = torch.device({"nccl": "cuda:1", "cuda": "cuda:0"}.get(way, "cpu"))
@@ -130,33 +132,37 @@ async def measure(model: Path, way: str, overrides: list[str]) -> None:
     with serve([*own_overrides, *overrides]):
         speed = measure_copy(own, engine)
         async with Client(address) as client:
-            sender = SENDERS[way](Trainer(client), own)
-            await sender.open()
-            times = []
-            for seed in range(ROUNDS):
-                tensors = await asyncio.to_thread(make_tensors, model, dtype, own, seed)
-                synchronize(own)
-                began = time.perf_counter()
-                await sender.send(tensors)
-                times.append(time.perf_counter() - began)
-            sums = await asyncio.to_thread(sum_tensors, {n: t.to(engine) for n, t in tensors.items()})
-            found = await sender.trainer.checksum()
-    same = sum(found[name] == value for name, value in sums.items())
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    seconds, floor = statistics.median(times[1:]), num_bytes / speed
-    print(
-        f"{way}: {num_bytes / 1e9:.2f} GB in {seconds:.3f} s (first {times[0]:.3f}); a copy takes {floor:.3f} s at "
-        f"{speed / 1e9:.0f} GB/s: {seconds / floor:.2f} times; checksums of {same} of {len(sums)} tensors are equal"
-    )
-    assert same == len(sums) or any("quantize" in each for each in overrides), "the engine has other weights"
+            for size in bucket_mib:
+                sender = SENDERS[way](Trainer(client), own, size << 20)
+                await sender.open()
+                times = []
+                for seed in range(ROUNDS):
+                    tensors = await asyncio.to_thread(make_tensors, model, dtype, own, seed)
+                    synchronize(own)
+                    began = time.perf_counter()
+                    await sender.send(tensors)
+                    times.append(time.perf_counter() - began)
+                sums = await asyncio.to_thread(sum_tensors, {n: t.to(engine) for n, t in tensors.items()})
+                found = await sender.trainer.checksum()
+                same = sum(found[name] == value for name, value in sums.items())
+                num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+                seconds, floor = statistics.median(times[1:]), num_bytes / speed
+                print(
+                    f"{way}: {num_bytes / 1e9:.2f} GB in {seconds:.4f} s (first {times[0]:.3f}), {size} MiB at a time; "
+                    f"a copy takes {floor:.4f} s at {speed / 1e9:.0f} GB/s: {seconds / floor:.2f} times; checksums of "
+                    f"{same} of {len(sums)} tensors are equal"
+                )
+                exact = not any("quantize" in each for each in overrides)
+                assert same == len(sums) or not exact, "the engine has other weights"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a directory, or demo")
     parser.add_argument("way", choices=SENDERS)
+    parser.add_argument("--bucket-mib", type=int, nargs="+", default=[1024], help="of buckets of shared memory")
     args, overrides = parser.parse_known_args()
-    asyncio.run(measure(resolve_model(args.model), args.way, overrides))
+    asyncio.run(measure(resolve_model(args.model), args.way, args.bucket_mib, overrides))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,12 @@
-"""`StateOps` with Triton kernels: a step of the recurrence for decoding rows, pieces at once for chunks of prompts."""
+"""`StateOps` with Triton kernels: a step of the recurrence for decoding rows, pieces at once for chunks of prompts.
+
+Rows take the time of reading and writing their states, and use all of a GPU's memory rate. Chunks take longer than
+their reads, in fewer programs than fill a GPU. So a step with both computes them side by side.
+"""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -27,6 +33,10 @@ class TritonStateOps:
         self._slots = torch.empty(0, dtype=torch.int64, device=cache.device)  # of decoding rows
         self._chunks: StepChunks | None = None
         self._piece_tokens = count_piece_tokens(cache.inputs.dtype)
+        self._beside: torch.cuda.Stream | None = None  # in which chunks are computed while rows are
+        if cache.device.type == "cuda":
+            # Before the rest of the rows, whose programs would otherwise take every place.
+            self._beside = torch.cuda.Stream(cache.device, priority=-1)  # type: ignore[no-untyped-call]
 
     def plan(self, batch: AttentionBatch) -> None:
         first, lengths = batch.num_decode, batch.query_lengths[batch.num_decode :]
@@ -65,14 +75,24 @@ class TritonStateOps:
         recurrent, newest = cache.recurrent[:, layer], cache.inputs[:, layer]
         kernel = weights.convolution, shape, cache.padding
         output = inputs.new_empty(len(inputs), shape.num_values)
+        beside = self._beside if num_rows and chunks is not None else None
+        if beside is not None:
+            beside.wait_stream(torch.cuda.current_stream())
+        read: Tensor | None = None
+        if chunks is not None:
+            with nullcontext() if beside is None else torch.cuda.stream(beside):
+                convolved = convolve(inputs, newest, chunks.slots, chunks.offsets, *kernel)
+                keep_inputs(inputs, newest, chunks, shape)
+                read = read_chunks(convolved, gates, recurrent, chunks, weights, shape)
         if num_rows:
             convolved = convolve(inputs[:num_rows], newest, self._slots, None, *kernel)
             own = z[:num_rows], gates[:num_rows], recurrent, self._slots
             step_states(convolved, *own, weights, shape, cache.padding, output[:num_rows])
-        if chunks is not None:
-            convolved = convolve(inputs, newest, chunks.slots, chunks.offsets, *kernel)
-            keep_inputs(inputs, newest, chunks, shape)
-            read = read_chunks(convolved, gates, recurrent, chunks, weights, shape)
+        if beside is not None:
+            torch.cuda.current_stream().wait_stream(beside)
+        if read is not None:
+            assert chunks is not None
+            # Last: among the rows that a graph decodes are tokens of chunks, in places that no row needs.
             norm_outputs(read, z, chunks.offsets, weights.norm, weights.eps, output)
         return output
 
