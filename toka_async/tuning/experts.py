@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import permutations
 
 import torch
 from msgspec.structs import asdict
@@ -38,6 +39,7 @@ SCALED_GROUPED_TILES = (
 )
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _NEAR = 4  # an expert's average rows and a tile's, at most so many times each other
+_MANY = 64  # rows of an expert, on average, from which on its two products have tiles of their own
 _LIBRARY = (9, 10)  # compute capabilities whose grouped product by torch needs no answer from the device
 _MOST_LAYERS = 4  # that are measured in turn
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -79,12 +81,13 @@ class ExpertPlanChoice:
             "by_block": self._by_block,
             "sizes": self._sizes,
             "tiles": [repr(tile) for tile in self._list_tiles()],
+            "apart_from": _MANY,
         }
 
     def admits(self, answer: Sequence[ExpertPlan]) -> bool:
         """Tells whether all plans can be used here. Building them is what a later start needs, too."""
         return len(answer) == len(self._sizes) and all(
-            plan in self._list_plans(size) and self._is_built(plan)
+            (plan in self._list_plans(size) or plan in self._list_mixed(size)) and self._is_built(plan)
             for size, plan in zip(self._sizes, answer, strict=True)
         )
 
@@ -96,11 +99,16 @@ class ExpertPlanChoice:
         self._kernels.use(self._experts[0], self._sizes, answer)
 
     def _measure_size(self, size: int) -> ExpertPlan:
-        usual, *others = self._list_plans(size)
-        plans = [usual, *filter(self._is_built, others)]
         x, routes = self._make_tokens(size)
-        ways = [partial(self._compute, plan, routes) for plan in plans]
-        return plans[find_fastest(ways, self._experts, [(x, torch.empty_like(x))], self._clock)]
+
+        def find(plans: Sequence[ExpertPlan]) -> ExpertPlan:
+            plans = [plans[0], *filter(self._is_built, plans[1:])]
+            ways = [partial(self._compute, plan, routes) for plan in plans]
+            return plans[find_fastest(ways, self._experts, [(x, torch.empty_like(x))], self._clock)]
+
+        best = find(self._list_plans(size))
+        alike = [plan for plan in self._list_mixed(size) if plan.gated == best.gated or plan.down == best.down]
+        return find([best, *alike])
 
     def _list_plans(self, size: int) -> list[ExpertPlan]:
         """Lists the plans that may be the fastest for so many tokens; first the one that is not measured."""
@@ -115,6 +123,13 @@ class ExpertPlanChoice:
                 if self._has_library:
                     plans.append(ExpertPlan(tile, None))
         return list(dict.fromkeys(plans))
+
+    def _list_mixed(self, size: int) -> list[ExpertPlan]:
+        """Lists the plans whose products have different tiles, where these take enough of the time."""
+        if size * self._spec.top_k < _MANY * self._spec.num_experts:
+            return []
+        tiles = dict.fromkeys(plan.gated for plan in self._list_plans(size) if plan.gated is not None)
+        return [ExpertPlan(*pair) for pair in permutations(tiles, 2)]
 
     @property
     def _by_block(self) -> bool:

@@ -67,6 +67,24 @@ def test_each_size_has_the_fastest_plan(monkeypatch: pytest.MonkeyPatch) -> None
     assert plans.used == (fast[6], 5)
 
 
+def test_products_of_many_rows_have_tiles_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles = [GroupedTile(64, width, 16, 2, 4) for width in (32, 64, 128)]
+    monkeypatch.setattr(module, "GROUPED_TILES", tiles)
+    times = {tiles[0]: (1.0, 3.0), tiles[1]: (2.0, 2.0), tiles[2]: (3.0, 1.0)}  # of both products
+
+    def take(plan: ExpertPlan, _: int) -> float:
+        assert plan.gated is not None
+        assert plan.down is not None
+        return times.get(plan.gated, (5.0, 5.0))[0] + times.get(plan.down, (5.0, 5.0))[1]
+
+    choice = choice_of(ExpertKernels(), Plans(monkeypatch, take), [255, 256])
+    few, many = answer = choice.measure()
+    assert few.gated == few.down
+    assert many in (ExpertPlan(tiles[0], tile) for tile in tiles[1:])
+    assert choice.admits(answer)
+    assert not choice.admits([many, many]), "of too few rows"
+
+
 def test_what_is_no_faster_does_not_replace_the_usual_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = Plans(monkeypatch, lambda *_: 2.0)
     assert choice_of(ExpertKernels(), plans, [1, 64]).measure() == [choose_plan(size, 4, BF16) for size in (1, 64)]
