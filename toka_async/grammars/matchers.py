@@ -130,11 +130,12 @@ class RowMatchers:
 
     def admit(self, rows: Sequence[GrammarRow]) -> None:
         """Takes new rows; the slots are free. They start when they are asked for; grammars are compiled meanwhile."""
-        for row in rows:
-            self._admitted[row.slot] = row
-            self._has_row[row.slot] = True
-            self._number[row.slot] += 1
-            self._originals.expect(row.grammar)
+        self._admitted |= {row.slot: row for row in rows}
+        slots = [row.slot for row in rows]
+        self._has_row[slots] = True
+        self._number[slots] += 1
+        for grammar in {row.grammar: None for row in rows}:
+            self._originals.expect(grammar)
         self._num_rows += len(rows)
 
     def has_any(self, slots: Int32) -> bool:
@@ -306,23 +307,24 @@ class RowMatchers:
     def _start_admitted(self) -> None:
         if not self._admitted:
             return
-        self._originals.add_rows(Counter(row.grammar for row in self._admitted.values()))
-        for row in self._admitted.values():
-            self._start(row)
+        rows = [*self._admitted.values()]
+        num_rows = Counter(row.grammar for row in rows)
+        self._originals.add_rows(num_rows)
+        copies = {grammar: self._originals.copy(grammar, number) for grammar, number in num_rows.items()}
+        slots = [row.slot for row in rows]
+        self._num_tokens[slots] = [row.generated.size for row in rows]
+        self._min_tokens[slots] = [row.min_tokens for row in rows]
+        self._grammar[slots] = [row.grammar for row in rows]
+        copied = [next(copies[row.grammar], (0, None)) for row in rows]
+        self._lane[slots] = [lane for lane, _ in copied]
+        self._matchers[slots] = [matcher for _, matcher in copied]
+        self._has_failed[slots] = fails = [matcher is None for _, matcher in copied]
+        self._goes_on[slots] = np.logical_not(fails)
+        for row, (_, matcher) in zip(rows, copied, strict=True):
+            if matcher is not None and row.generated.size and not matcher.consume_tokens(row.generated.tolist()):
+                self._note_error(row.slot)  # in what it had before a preemption
         self._admitted.clear()
         self._change = next(self._changes)
-
-    def _start(self, row: GrammarRow) -> None:
-        slot, copied = row.slot, self._originals.copy(row.grammar)
-        self._num_tokens[slot], self._min_tokens[slot] = row.generated.size, row.min_tokens
-        self._grammar[slot] = row.grammar
-        self._has_failed[slot] = copied is None
-        if copied is None:
-            return
-        self._lane[slot], self._matchers[slot] = copied
-        self._goes_on[slot] = True
-        if row.generated.size and not copied[1].consume_tokens(row.generated.tolist()):  # before a preemption
-            self._note_error(slot)
 
     def _stop(self, slots: Int32 | int) -> None:
         self._goes_on[slots] = False

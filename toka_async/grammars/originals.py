@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from time import thread_time
 from typing import TYPE_CHECKING
 
@@ -81,14 +83,15 @@ class Originals:
         while len(self._compiled) > max(MOST_GRAMMARS, len(num_rows)):
             self._compiled.popitem(last=False)
 
-    def copy(self, grammar: str) -> tuple[int, LLMatcher] | None:
-        """Returns a lane and a matcher of its own for a row that was added; None: the grammar cannot be used."""
-        originals = self._compiled[grammar].originals
+    def copy(self, grammar: str, number: int) -> Iterator[tuple[int, LLMatcher]]:
+        """Makes matchers for so many rows that were added, each with its lane; none: the grammar cannot be used."""
+        originals = [*self._compiled[grammar].originals.items()]
         if not originals:
-            return None
-        self._num_copies += 1
-        lane = [*originals][self._num_copies % len(originals)]
-        return lane, originals[lane].deep_copy()
+            return
+        first = self._num_copies % len(originals)
+        self._num_copies += number
+        for lane, original in islice(cycle(originals), first, first + number):
+            yield lane, original.deep_copy()
 
     def drop(self, grammar: str, lane: int) -> None:
         """Makes no more copies of an original."""
