@@ -23,7 +23,7 @@ COVERED = {
     "e2e/offline/test_llm.py": ["llm/llm"],
     "e2e/test_serve.py": ["procs/server"],
     "e2e/trainers/test_adapters.py": ["integrations/openrlhf", "integrations/verl"],
-    "e2e/trainers/test_updates.py": ["client/trainer", "transfer/torch_group"],
+    "e2e/trainers/test_updates.py": ["transfer/torch_group"],
     "e2e/test_tensor_parallel.py": ["startup/process_groups", "startup/rank_coords"],
     "parity/test_transformers.py": ["startup/build_model", "transformers/attention", "transformers/build"],
     "unit/transformers/test_decoder.py": [

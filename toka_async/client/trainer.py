@@ -10,7 +10,7 @@ import asyncio
 import os
 import secrets
 from collections import deque
-from collections.abc import Awaitable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,7 +138,7 @@ class Trainer:
             for _ in range(NUM_BUCKETS):
                 name = f"toka-{os.getpid()}-{secrets.token_hex(8)}"
                 writers.append(CudaWriter(bucket_bytes, device) if device else ShmWriter(name, bucket_bytes))
-            await self._load_in_turn(begun, fill_in_turn(writers, tensors), version)
+            await self._load_in_turn(begun, fill_in_turn(writers, tensors))
         except CommandError:  # no update has begun, or the engine has given it up
             raise
         except BaseException:
@@ -149,47 +149,43 @@ class Trainer:
         finally:
             for writer in writers:
                 writer.close()
+        await self.finish_update(version)
 
-    async def _load_in_turn(
-        self, begun: Awaitable[None], fillings: Iterable[tuple[Filling, BucketWriter]], version: str | None
-    ) -> None:
-        """Load fillings of the buckets in turn, and finish the update.
+    async def _load_in_turn(self, begun: Awaitable[None], fillings: Iterable[tuple[Filling, BucketWriter]]) -> None:
+        """Load fillings of the buckets in turn. The server has the next one already when it has loaded one.
 
-        Nothing waits here for what the server does in order: it has the next load when it has loaded one, and the
-        first when the update has begun. A filling is sent while the next one is filled: a GPU copies it meanwhile.
+        A filling is sent while the next one is filled: a GPU copies it meanwhile.
         """
-        asked: deque[asyncio.Task[None]] = deque()
+        loads: deque[asyncio.Task[None]] = deque()
         ahead: tuple[Filling, BucketWriter] | None = None
 
-        async def ask(command: Coroutine[Any, Any, None]) -> None:
-            asked.append(asyncio.create_task(command))
-            await asyncio.sleep(0)  # it is sent
-
         async def send() -> None:
+            await begun  # before it, an open update may be another trainer's
             if ahead is not None:
                 (infos, bucket), writer = ahead
                 writer.wait()
-                await ask(self.load(bucket, infos))
+                loads.append(asyncio.create_task(self.load(bucket, infos)))
+                await asyncio.sleep(0)  # it is sent
 
         async def collect(most: int) -> None:
-            """Wait until at most so many commands are under way."""
-            while len(asked) > most:
-                await begun
-                await asked[0]
-                asked.popleft()
+            """Wait until at most so many loads are under way."""
+            while len(loads) > most:
+                await loads[0]
+                loads.popleft()
 
         try:
             for filled in fillings:
-                await send()
+                if ahead is not None:
+                    await send()
                 ahead = filled
-                await collect(NUM_BUCKETS - 2)  # the next filling overwrites the oldest one
+                # Of the buckets, one has what is not sent yet, and the next filling needs another one.
+                await collect(NUM_BUCKETS - 2)
             await send()
-            await ask(self.finish_update(version))
             await collect(0)
         finally:
-            for task in asked:
-                task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
+            for load in loads:
+                load.cancel()
+            await asyncio.gather(*loads, return_exceptions=True)
 
     async def update_from(self, folder: Path | str, version: str | None = None) -> None:
         """Give a server the tensors of a folder's safetensors files."""

@@ -99,7 +99,8 @@ class RowMatchers:
         self._admitted: dict[int, GrammarRow] = {}  # that have not started
         self._num_rows = 0
         self._changes = count()  # numbers, also for threads
-        self._change = next(self._changes)  # the last one of which rows there are and go on: noted once it is made
+        # Number of the last change to which rows exist or go on; stored after the change itself.
+        self._change = next(self._changes)
         # By slot.
         self._has_row: Bool = np.zeros(max_seqs, np.bool_)
         self._number: Int64 = np.zeros(max_seqs, np.int64)  # of its row; another one for each
@@ -308,23 +309,28 @@ class RowMatchers:
         if not self._admitted:
             return
         rows = [*self._admitted.values()]
-        num_rows = Counter(row.grammar for row in rows)
-        self._originals.add_rows(num_rows)
+        self._originals.add_rows(Counter(row.grammar for row in rows))
+        self._start([row for row in rows if not row.generated.size])
+        for row in rows:
+            if row.generated.size:  # before a preemption; one by one, as a row that fails may spoil its original
+                self._start([row])
+                if self._goes_on[row.slot] and not self._matchers[row.slot].consume_tokens(row.generated.tolist()):
+                    self._note_error(row.slot)
+        self._admitted.clear()
+        self._change = next(self._changes)
+
+    def _start(self, rows: Sequence[GrammarRow]) -> None:
+        """Gives rows matchers; their grammars are compiled."""
+        slots, num_rows = [row.slot for row in rows], Counter(row.grammar for row in rows)
         copies = {grammar: self._originals.copy(grammar, number) for grammar, number in num_rows.items()}
-        slots = [row.slot for row in rows]
+        copied = [next(copies[row.grammar], (0, None)) for row in rows]
         self._num_tokens[slots] = [row.generated.size for row in rows]
         self._min_tokens[slots] = [row.min_tokens for row in rows]
         self._grammar[slots] = [row.grammar for row in rows]
-        copied = [next(copies[row.grammar], (0, None)) for row in rows]
         self._lane[slots] = [lane for lane, _ in copied]
         self._matchers[slots] = [matcher for _, matcher in copied]
         self._has_failed[slots] = fails = [matcher is None for _, matcher in copied]
-        self._goes_on[slots] = np.logical_not(fails)
-        for row, (_, matcher) in zip(rows, copied, strict=True):
-            if matcher is not None and row.generated.size and not matcher.consume_tokens(row.generated.tolist()):
-                self._note_error(row.slot)  # in what it had before a preemption
-        self._admitted.clear()
-        self._change = next(self._changes)
+        self._goes_on[slots] = [not failed for failed in fails]
 
     def _stop(self, slots: Int32 | int) -> None:
         self._goes_on[slots] = False

@@ -107,7 +107,7 @@ class RankControl:
             return lambda: done
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         copied.record()
-        return partial(_wait, copied, done)  # not before may a trainer overwrite a bucket
+        return partial(_wait, copied, done)  # only after this may a trainer overwrite a bucket
 
     def _count_written(self) -> int:
         return 0 if self._update is None else len(self._update.written)

@@ -33,9 +33,9 @@ class TritonStateOps:
         self._slots = torch.empty(0, dtype=torch.int64, device=cache.device)  # of decoding rows
         self._chunks: StepChunks | None = None
         self._piece_tokens = count_piece_tokens(cache.inputs.dtype)
-        self._beside: torch.cuda.Stream | None = None  # in which chunks are computed while rows are
+        self._beside: torch.cuda.Stream | None = None  # in which chunks are computed, while rows are if there are any
         if cache.device.type == "cuda":
-            # Before the rest of the rows, whose programs would otherwise take every place.
+            # High priority: otherwise the programs of decoding rows would occupy the GPU first.
             self._beside = torch.cuda.Stream(cache.device, priority=-1)  # type: ignore[no-untyped-call]
 
     def plan(self, batch: AttentionBatch) -> None:
@@ -75,7 +75,7 @@ class TritonStateOps:
         recurrent, newest = cache.recurrent[:, layer], cache.inputs[:, layer]
         kernel = weights.convolution, shape, cache.padding
         output = inputs.new_empty(len(inputs), shape.num_values)
-        beside = self._beside if num_rows and chunks is not None else None
+        beside = None if chunks is None else self._beside
         if beside is not None:
             beside.wait_stream(torch.cuda.current_stream())
         read: Tensor | None = None
@@ -92,7 +92,7 @@ class TritonStateOps:
             torch.cuda.current_stream().wait_stream(beside)
         if read is not None:
             assert chunks is not None
-            # Last: among the rows that a graph decodes are tokens of chunks, in places that no row needs.
+            # Last: rows with which a graph is filled up have written to the places of chunks' tokens.
             norm_outputs(read, z, chunks.offsets, weights.norm, weights.eps, output)
         return output
 

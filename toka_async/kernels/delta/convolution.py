@@ -113,7 +113,7 @@ def _convolve(
     if not is_step:
         offset = tl.load(offsets + token, mask=in_step, other=0) - 1
         if tl.max(offset, 0) < 0:
-            return  # decoding rows
+            return  # there is no token of a chunk
         has_state = has_state & (offset >= 0)[:, None]
     kept = states + slot[:, None] * state_stride + channel[None, :] * (width - 1)
     total = tl.zeros((tokens, dim_pad), tl.float32)
