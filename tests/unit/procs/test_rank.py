@@ -238,7 +238,7 @@ def run_serve(
     entered: list[str] = []
     queue: SimpleQueue[Collect] = SimpleQueue()
     patch.setattr(rank, "SimpleQueue", lambda: queue)
-    control = SimpleNamespace(run=lambda order: ControlDone(number=order.number))
+    control = SimpleNamespace(launch=lambda order: lambda: ControlDone(number=order.number))
     started = (
         READY,
         lambda step: launch(step).collect,
