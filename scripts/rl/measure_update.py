@@ -84,6 +84,9 @@ class Sender(ABC):
     async def open(self) -> None:  # noqa: B027  # some ways need nothing
         pass
 
+    def describe(self) -> str:
+        return ""
+
     @abstractmethod
     async def send(self, tensors: dict[str, Tensor]) -> None:
         """Give the server all tensors."""
@@ -106,6 +109,9 @@ class NcclSender(Sender):
 
 
 class BucketSender(Sender):
+    def describe(self) -> str:
+        return f", in buckets of {self.bucket_bytes >> 20} MiB"
+
     async def send(self, tensors: dict[str, Tensor]) -> None:
         device = self.device if self.device.type == "cuda" else None
         await self.trainer.update(tensors.items(), bucket_bytes=self.bucket_bytes, device=device)
@@ -148,7 +154,7 @@ async def measure(model: Path, way: str, bucket_mib: list[int], overrides: list[
                 num_bytes = sum(tensor.nbytes for tensor in tensors.values())
                 seconds, floor = statistics.median(times[1:]), num_bytes / speed
                 print(
-                    f"{way}: {num_bytes / 1e9:.2f} GB in {seconds:.4f} s (first {times[0]:.3f}), {size} MiB at a time; "
+                    f"{way}: {num_bytes / 1e9:.2f} GB in {seconds:.4f} s (first {times[0]:.3f}){sender.describe()}; "
                     f"a copy takes {floor:.4f} s at {speed / 1e9:.0f} GB/s: {seconds / floor:.2f} times; checksums of "
                     f"{same} of {len(sums)} tensors are equal"
                 )
@@ -160,9 +166,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a directory, or demo")
     parser.add_argument("way", choices=SENDERS)
-    parser.add_argument("--bucket-mib", type=int, nargs="+", default=[1024], help="of buckets of shared memory")
+    parser.add_argument("--bucket-mib", type=int, nargs="+", help="sizes of buckets of shared memory (1024)")
     args, overrides = parser.parse_known_args()
-    asyncio.run(measure(resolve_model(args.model), args.way, args.bucket_mib, overrides))
+    if args.bucket_mib and SENDERS[args.way] is not BucketSender:
+        parser.error(f"--bucket-mib: {args.way} has no buckets")
+    asyncio.run(measure(resolve_model(args.model), args.way, args.bucket_mib or [1024], overrides))
 
 
 if __name__ == "__main__":

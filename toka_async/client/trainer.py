@@ -159,13 +159,12 @@ class Trainer:
         loads: deque[asyncio.Task[None]] = deque()
         ahead: tuple[Filling, BucketWriter] | None = None
 
-        async def send() -> None:
+        async def send(filling: Filling, writer: BucketWriter) -> None:
             await begun  # before it, an open update may be another trainer's
-            if ahead is not None:
-                (infos, bucket), writer = ahead
-                writer.wait()
-                loads.append(asyncio.create_task(self.load(bucket, infos)))
-                await asyncio.sleep(0)  # it is sent
+            infos, bucket = filling
+            writer.wait()
+            loads.append(asyncio.create_task(self.load(bucket, infos)))
+            await asyncio.sleep(0)  # it is sent
 
         async def collect(most: int) -> None:
             """Wait until at most so many loads are under way."""
@@ -176,11 +175,13 @@ class Trainer:
         try:
             for filled in fillings:
                 if ahead is not None:
-                    await send()
+                    await send(*ahead)
                 ahead = filled
                 # Of the buckets, one has what is not sent yet, and the next filling needs another one.
                 await collect(NUM_BUCKETS - 2)
-            await send()
+            if ahead is not None:
+                await send(*ahead)
+            await begun
             await collect(0)
         finally:
             for load in loads:

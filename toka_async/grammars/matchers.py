@@ -54,7 +54,7 @@ class GrammarRow:
 class _Run:
     """A lane's rows that go on, as the library takes them: places and slots, int64 and int32 [r].
 
-    change: the last change of any row before. stopped: int64, places of the lane's other rows.
+    change: number of the last change of any row when they were found. stopped: int64, places of the lane's other rows.
     """
 
     change: int
@@ -69,7 +69,7 @@ class _Run:
 class MatchedRows:
     """Rows on their way: slots int32 [r], all different, and which of each slot's rows, int64 [r].
 
-    lanes: int64, the places of each lane's rows. runs: which of these go on, as the matchers found last.
+    lanes: int64, the places of each lane's rows. runs: those of each lane that go on, as they were found last.
     """
 
     slots: Int32

@@ -93,9 +93,21 @@ class KernelSampler:
         """
         return self._share(hidden, slots, contexts, self.draw_edited)
 
-    def _share(self, hidden: Tensor, slots: Tensor, contexts: Tensor, draw: Draw) -> tuple[Tensor, ...]:
-        if self._shares is None:
-            return draw(self._head(hidden), slots, contexts)
+    def _share(
+        self,
+        hidden: Tensor,
+        slots: Tensor,
+        contexts: Tensor,
+        draw: Draw,
+        before_draw: Callable[[], None] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """before_draw: called once one rank's logits are launched; several ranks exchange theirs for the draw."""
+        logits = self._head(hidden) if self._shares is None else None
+        if before_draw is not None:
+            before_draw()
+        if logits is not None:
+            return draw(logits, slots, contexts)
+        assert self._shares is not None
         outputs = self._shares.draw(hidden, slots, contexts, draw)
         self._mark_drawn(slots, outputs[0])
         return outputs
@@ -155,16 +167,8 @@ class KernelSampler:
         needs = self._routes.find(slots, lengths)
         if needs.by_torch.size == slots.size:
             return self._by_torch.sample(hidden, slots, lengths, slots_at, lengths_at, before_draw)
-        # One rank's logits need no masks; several ranks exchange them for the draw.
-        logits = self._head(hidden) if needs.full and self._shares is None else None
-        if before_draw is not None:
-            before_draw()
-        if logits is not None:
-            drawn = self.draw_edited(logits, slots_at, lengths_at)
-        else:
-            drawn = (self.draw_full if needs.full else self.draw)(hidden, slots_at, lengths_at)
-        del logits
-        draws = self.make_draws(needs, drawn)
+        draw = self.draw_edited if needs.full else self._draw
+        draws = self.make_draws(needs, self._share(hidden, slots_at, lengths_at, draw, before_draw))
         if not needs.by_torch.size:
             return draws
         rows = needs.by_torch

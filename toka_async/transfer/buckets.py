@@ -56,7 +56,7 @@ class BucketWriter(ABC):
         return filling
 
     def describe(self) -> Filling:
-        """Does as `take`, but the tensors are in the bucket after `wait` only."""
+        """Describes as `take` does, without waiting: the tensors are in the bucket after `wait`."""
         infos, offsets = self._infos, self._offsets
         self._infos, self._offsets, self._end = [], [], 0
         return infos, self._describe(offsets)
@@ -123,7 +123,7 @@ class CudaWriter(BucketWriter):
 def fill_in_turn(
     writers: Sequence[BucketWriter], tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[Filling, BucketWriter]]:
-    """Fills buckets in turn, as often as it takes. Yields fillings that are there after the writer's `wait`.
+    """Fills buckets in turn, as often as it takes. Yields each filling with its writer, whose `wait` it needs.
 
     A bucket's filling has to be loaded before the next filling but `len(writers) - 1` is asked for. Raises
     TransferError for a tensor that is larger than a bucket.

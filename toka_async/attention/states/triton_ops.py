@@ -33,7 +33,7 @@ class TritonStateOps:
         self._slots = torch.empty(0, dtype=torch.int64, device=cache.device)  # of decoding rows
         self._chunks: StepChunks | None = None
         self._piece_tokens = count_piece_tokens(cache.inputs.dtype)
-        self._beside: torch.cuda.Stream | None = None  # in which chunks are computed, while rows are if there are any
+        self._beside: torch.cuda.Stream | None = None  # computes chunks, beside rows if there are any
         if cache.device.type == "cuda":
             # High priority: otherwise the programs of decoding rows would occupy the GPU first.
             self._beside = torch.cuda.Stream(cache.device, priority=-1)  # type: ignore[no-untyped-call]
