@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
-from toka_async import AsyncEngineArgs, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
+from toka_async import AsyncEngineArgs, AsyncLLM, Logprob, RequestOutput, RequestOutputKind, SamplingParams
 
 QUESTION = "Question: Wei has 26 apples. Ivan has 2 times as many. How many do they have together?\nAnswer:"
 
@@ -32,6 +32,10 @@ def params(kind: RequestOutputKind, n: int = 1) -> SamplingParams:
     return SamplingParams(n=n, seed=3, max_tokens=40, logprobs=1, output_kind=kind)
 
 
+def list_values(entries: Sequence[dict[int, Logprob]]) -> list[float]:
+    return [each.logprob for entry in entries for each in entry.values()]
+
+
 async def test_all_kinds_of_outputs_say_the_same(llm: AsyncLLM) -> None:
     final = await collect(llm, params(RequestOutputKind.FINAL_ONLY, n=3))
     assert len(final) == 1
@@ -44,7 +48,10 @@ async def test_all_kinds_of_outputs_say_the_same(llm: AsyncLLM) -> None:
         parts = [part for output in deltas for part in output.outputs if part.index == sample.index]
         assert "".join(part.text for part in parts) == sample.text
         assert [token for part in parts for token in part.token_ids] == sample.token_ids
-        assert [entry for part in parts for entry in part.logprobs or ()] == sample.logprobs
+        # Bits differ: the second request finds its prompt in the cache, and its rows share other steps.
+        entries = [entry for part in parts for entry in part.logprobs or ()]
+        assert [[*entry] for entry in entries] == [[*entry] for entry in sample.logprobs or ()]
+        assert list_values(entries) == pytest.approx(list_values(sample.logprobs or ()), abs=1e-5)
         *_, whole = [part for output in cumulative for part in output.outputs if part.index == sample.index]
         assert (whole.text, whole.token_ids, whole.finish_reason) == (
             sample.text,
