@@ -197,13 +197,14 @@ class DispatcherMachine(RuleBasedStateMachine):
     def fail(self, choice: int, code: str | None) -> None:
         replica, attempt = self.take(choice)
         asker = self.asker_of(attempt)
+        rests = code in ("overloaded", "not_serving", "engine_stopped")
         temporary = code in ("overloaded", "not_serving") and not asker.num_events
-        lost = not temporary and code not in ("timeout", None)
+        lost = rests and not temporary
         asker.num_lost += lost
         replica.is_resting = False
         self.end(replica, attempt, RequestError("no", code=code))
-        assert replica.is_resting == temporary
-        assert not temporary or replica.is_full == (code == "overloaded")
+        assert replica.is_resting == rests
+        assert not rests or replica.is_full == (code == "overloaded")
         if lost:
             self.check_loss(asker)
         else:

@@ -48,7 +48,10 @@ class DispatchedReplica(ReplicaRoom, ABC):
 
     @abstractmethod
     def rest(self, *, is_full: bool) -> None:
-        """Get less for a while: it refused a request for now. is_full: it has no room; otherwise it takes nothing."""
+        """Get less for a while: it refused a request for now, or lost its engine.
+
+        is_full: it has no room; otherwise it takes nothing.
+        """
 
     @abstractmethod
     def note_idle(self) -> None:
@@ -249,9 +252,14 @@ class Dispatcher:
 
     def _on_failure(self, request: PoolRequest, replica: DispatchedReplica, error: Exception) -> None:
         code = error.code if isinstance(error, RequestError) else None
-        if code in RETRIED and not request.has_begun:
+        is_refused = code in RETRIED
+        is_lost = isinstance(error, ConnectionLostError) or code in ENGINE_LOST or (is_refused and request.has_begun)
+        if is_refused or code in ENGINE_LOST:  # otherwise the request would go there again at once
             replica.rest(is_full=code == OVERLOADED)
-        elif isinstance(error, ConnectionLostError) or code in RETRIED or code in ENGINE_LOST:
+        if not (is_refused or is_lost):
+            self._end(request, error)
+            return
+        if is_lost:
             request.num_lost += 1
             if request.has_begun:
                 self._end(request, ReplicaLostError(f"{replica.url} was lost in the middle of a stream: {error}"))
@@ -260,9 +268,6 @@ class Dispatcher:
                 many = f"the request has lost {request.num_lost} replicas, at last {replica.url}: {error}"
                 self._end(request, ReplicaLostError(many))
                 return
-        else:
-            self._end(request, error)
-            return
         request.is_waiting = True
         self._waiting.appendleft(request)
         self._on_room()
