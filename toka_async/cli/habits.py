@@ -22,7 +22,6 @@ REASONING_FORMATS = {
 }
 NO_LORA = "LoRA adapters are not supported; merge the adapter into the checkpoint"
 NO_DRAFTS = "speculative decoding is not supported"
-NO_REMOTE_CODE = "leave it out: no code of a checkpoint is ever run"
 OWN_PROCESSES = "leave it out: `toka-async serve` starts processes on its machine, `toka-async node` on others"
 BY_NODE = "start `toka-async node --leader tcp://HOST:PORT --index K --size M` on every machine"
 ALWAYS_ON = "leave it out: it is always so"
@@ -72,6 +71,8 @@ OPTIONS: Mapping[str, Habit] = {
     "--served-model-name": Habit("model.served_name"),
     "--dtype": Habit("model.dtype", words=DTYPES),
     "--device": Habit("model.device"),
+    "--model-impl": Habit("model.impl", words={"vllm": "native", "sglang": "native"}),
+    "--trust-remote-code": _flag("model.trust_remote_code", "true"),
     "--max-model-len": Habit("model.max_context", words={"-1": "auto"}),
     "--context-length": Habit("model.max_context"),
     "--chat-template": Habit("model.chat_template"),
@@ -124,6 +125,8 @@ OPTIONS: Mapping[str, Habit] = {
     "--ep": Habit("parallel.ep"),
     "--attention-backend": Habit("attention.backend"),
     "--kv-cache-dtype": Habit("cache.dtype", words={"fp8_e4m3": "fp8"}),
+    "--mamba-ssm-cache-dtype": Habit("cache.state_dtype", words={"auto": "float32"}),
+    "--mamba-ssm-dtype": Habit("cache.state_dtype"),
     "--enforce-eager": _flag("graphs.enabled", "false"),
     "--disable-cuda-graph": _flag("graphs.enabled", "false"),
     "--enable-torch-compile": _refuse(NO_COMPILER),
@@ -135,7 +138,6 @@ OPTIONS: Mapping[str, Habit] = {
     "--quantization": Habit("model.quantize"),
     "-q": Habit("model.quantize"),
     "--num-gpu-blocks-override": _refuse("set cache.num_tokens, in tokens"),
-    "--trust-remote-code": _refuse(NO_REMOTE_CODE),
     "--revision": _refuse("give a directory: model.path=DIR, as `hf download --revision` makes it"),
     "--download-dir": _refuse("set HF_HOME in the environment"),
     "--hf-token": _refuse("set HF_TOKEN in the environment"),
@@ -184,7 +186,7 @@ ASSIGNMENTS: Mapping[str, Habit] = {
     "torch_compile": _refuse(NO_COMPILER),
     "use_cudagraphs": Habit("graphs.enabled", words=TRUTHS),
     "cudagraph_max_size": Habit("graphs.max_rows"),
-    "trust_remote_code": _refuse(NO_REMOTE_CODE),
+    "trust_remote_code": Habit("model.trust_remote_code", words=TRUTHS),
     "rope_scaling": _refuse("leave it out: it is read from config.json"),
     "local_proc_name": _refuse(OWN_PROCESSES),
     "statsd_server_url": _refuse("leave it out: /metrics is for Prometheus"),

@@ -26,7 +26,6 @@ FOREIGN = (  # beginnings of keys for servers that others use
 )
 # Options of vLLM without a counterpart, with the values that ask for nothing. False and empty values do so too.
 ASKS_NOTHING: Mapping[str, tuple[Any, ...]] = {
-    "trust_remote_code": (True,),  # a permission that is never used
     "enable_chunked_prefill": (True,),
     "distributed_executor_backend": ("mp",),
     "runner": ("auto", "generate"),
@@ -38,7 +37,6 @@ ASKS_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "tokenizer_revision": ("main",),
     "code_revision": ("main",),
     "config_format": ("auto", "hf"),
-    "model_impl": ("auto",),
     "hf_token": (True,),
     "hf_overrides": (),
     "hf_config_path": (),
@@ -137,6 +135,8 @@ def make_config(model: str, config: Path | str | None, options: Mapping[str, Any
     Raises:
         ConfigError: an option is unknown, not supported or ill-typed; the message names it and the fix.
     """
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(f"model: expected a directory, a hub id or demo, got {model!r}")
     file = None if config is None else Path(config)
     of_file = {override.partition("=")[0] for override in list_overrides(load_config(file))}
     ours = {key: value for key, value in OURS.items() if key not in of_file}

@@ -20,6 +20,8 @@ from toka_async.config import ConfigError
         ("-tp 2 -pp 3 -dp=4", "parallel.tp=2 parallel.pp=3 parallel.dp=4"),
         ("--tensor_parallel_size 2", "parallel.tp=2"),
         ("--dtype half --max-model-len 8192", "model.dtype=float16 model.max_context=8192"),
+        ("--model-impl vllm --trust-remote-code", "model.impl=native model.trust_remote_code=true"),
+        ("--mamba-ssm-cache-dtype float16", "cache.state_dtype=float16"),
         ("--enforce-eager m", "graphs.enabled=false m"),
         ("--no-enable-prefix-caching", "cache.prefix=false"),
         ("--load-format dummy", "model.load=random"),

@@ -63,7 +63,7 @@ def test_without_a_command_the_commands_are_shown(capsys: pytest.CaptureFixture[
         (["serve", "--port"], "--port"),
         (["serve", "--seed", "0"], "`seed`"),
         (["serve", "--quantization", "awq"], "model.quantize"),
-        (["serve", "trust_remote_code=T"], "trust_remote_code"),
+        (["serve", "torch_compile=T"], "torch_compile"),
         (["serve", "--model.pth", "x"], "model.path"),
         (["ping", "x", "-n", "0"], "'0'"),
         (["ping"], "prompt"),

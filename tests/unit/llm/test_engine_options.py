@@ -28,6 +28,8 @@ def test_names_of_vllm_become_keys() -> None:
             "max_logprobs": -1,
             "logprobs_mode": "processed_logprobs",
             "tokenizer": "elsewhere",
+            "model_impl": "transformers",
+            "trust_remote_code": True,
         },
     )
     assert config.parallel.tp == 2
@@ -41,6 +43,7 @@ def test_names_of_vllm_become_keys() -> None:
     assert config.cache.can_sleep
     assert (config.limits.max_logprobs, config.model.logprobs_mode) == (-1, "processed")
     assert config.model.tokenizer == "elsewhere"
+    assert (config.model.impl, config.model.trust_remote_code) == ("transformers", True)
 
 
 def test_statistics_can_be_wanted() -> None:
@@ -73,6 +76,12 @@ def test_options_that_only_the_command_line_knows_are_refused_when_they_are_used
         make_config("demo", None, vars(parser.parse_args(["--enable-lora"])))
 
 
+def test_a_model_is_a_name() -> None:
+    model: Any = 3
+    with pytest.raises(ConfigError, match="model: expected a directory, a hub id or demo, got 3"):
+        make_config(model, None, {})
+
+
 def test_keys_are_given_by_section_or_in_full() -> None:
     config = make_config("demo", None, {"cache": {"num_tokens": 4096, "prefix": False}, "schedule.max_seqs": 4})
     assert config.cache.num_tokens == 4096
@@ -99,8 +108,7 @@ def test_a_file_for_a_server_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"trust_remote_code": True},
-        {"trust_remote_code": False},
+        {"trust_remote_code": False, "model_impl": "auto"},
         {"enable_lora": False, "revision": None, "quantization": None},
         {"tokenizer_mode": "auto", "skip_tokenizer_init": False, "enable_chunked_prefill": True},
         {"disable_log_stats": True},
