@@ -73,8 +73,8 @@ class Client(BaseClient):
                 await self._settled.wait()
         except TimeoutError:
             self._problem = self._problem or "nobody answers"
-        except zmq.ZMQError as error:
-            self._problem = error.strerror
+        except ValueError as error:
+            self._problem = str(error)
         if self._problem is not None:
             raise ConnectionLostError(f"no connection to {self._url}: {self._problem}")
 

@@ -53,7 +53,7 @@ class ClientConnection:
         num_heard: messages of the server.
 
     Raises:
-        zmq.ZMQError: the address is none.
+        ValueError: the address is none.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ClientConnection:
         self._exchange = Exchange(self._dealer.send, self._retry, retries=retries)
         try:
             self._dealer.connect(self._loop, self._on_frames, self._exchange.introduce, self._lose)
-        except zmq.ZMQError:
+        except ValueError:
             self.close()
             raise
 

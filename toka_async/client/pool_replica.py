@@ -6,8 +6,6 @@ import asyncio
 import math
 from collections.abc import Callable
 
-import zmq
-
 from toka_async.client.connection import ClientConnection, ConnectionOptions, ZmqContext
 from toka_async.client.dispatcher import DispatchedReplica, Dispatcher
 from toka_async.client.errors import ReplicaLostError
@@ -84,8 +82,8 @@ class PoolReplica(DispatchedReplica):
                 on_loss=self._on_loss,
                 retries=False,
             )
-        except zmq.ZMQError as error:
-            self._fail(error.strerror or str(error))
+        except ValueError as error:
+            self._fail(str(error))
 
     def begin(self, attempt: Pending) -> None:
         assert self._connection is not None

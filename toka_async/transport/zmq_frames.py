@@ -25,6 +25,7 @@ SMALL = 4096  # bytes up to which copying a frame is cheaper than sharing it
 TURN_SECONDS = 0.01  # time for messages before other work of the loop gets its turn
 RETRIED = 1.0  # seconds within which libzmq reports that it connects again, if it does
 FAILED = 3  # failed handshakes in a row that show that the keys are wrong, not the network
+EXAMPLE = "an address such as tcp://127.0.0.1:10211"
 QUEUED = 4  # unread messages of a connection; it sends no more until they are read
 
 
@@ -225,7 +226,7 @@ class Dealer(FrameSocket):
         alive: float = 30.0,
     ) -> None:
         if not isinstance(address, str):  # before there is a socket, which nobody would close
-            raise TypeError(f"expected an address such as tcp://127.0.0.1:10211, got {address!r}")
+            raise TypeError(f"expected {EXAMPLE}, got {address!r}")
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.MAXMSGSIZE, max_frame)
         socket.setsockopt(zmq.SNDHWM, 0)  # the other end's credit bounds senders
@@ -254,7 +255,10 @@ class Dealer(FrameSocket):
         on_connected: Callable[[], None],
         on_lost: Callable[[Loss], None],
     ) -> None:
-        """Connect; calls `on_connected` for each connection, `on_lost` for each loss. Raises zmq.ZMQError."""
+        """Connect; calls `on_connected` for each connection, `on_lost` for each loss.
+
+        Raises ValueError: the address is none.
+        """
 
         def on_event() -> None:
             while not self._monitor.closed:
@@ -276,7 +280,10 @@ class Dealer(FrameSocket):
         loop.add_reader(self._monitor.fileno(), on_event)
         self._on_event = on_event
         loop.call_soon(on_event)
-        self.socket.connect(self._address)
+        try:
+            self.socket.connect(self._address)
+        except zmq.ZMQError as error:  # such as "Invalid argument"
+            raise ValueError(f"{zmq.strerror(error.errno or 0)}; expected {EXAMPLE}") from None
 
     def _find_loss(self, event: int) -> Loss | None:
         """Translate an event of the monitor into the loss that it means, if any."""

@@ -106,9 +106,11 @@ async def test_nobody_answers() -> None:
         with pytest.raises(ConnectionLostError, match="nobody answers"):
             async with Client(url, timeout=0.1):
                 pass
-    with pytest.raises(ConnectionLostError, match="no connection to nonsense"):
-        async with Client("nonsense"):
-            pass
+    for nonsense in ("nonsense", "http://127.0.0.1:80", "tcp://"):
+        expected = f"^no connection to {nonsense}: .*; expected an address such as tcp://"
+        with pytest.raises(ConnectionLostError, match=expected):
+            async with Client(nonsense):
+                pass
 
 
 async def test_what_is_no_address_is_one_error() -> None:
