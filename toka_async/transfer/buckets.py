@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import cycle
@@ -34,7 +35,8 @@ class BucketWriter(ABC):
     def add(self, name: str, tensor: Tensor) -> bool:
         """Copies a tensor into the bucket, or returns False: it fits only after `take`.
 
-        The tensor is not needed afterwards. Raises TransferError for one that is larger than the whole bucket.
+        The tensor is not needed afterwards. Raises TransferError for one that is larger than the whole bucket, and
+        where the machine has no memory for it.
         """
         assert self._bytes is not None, "the bucket is closed"
         info = describe_tensor(name, tensor)
@@ -43,6 +45,7 @@ class BucketWriter(ABC):
             raise TransferError(f"{name} has {num_bytes} bytes, the bucket {self.num_bytes}")
         if self._end + num_bytes > self.num_bytes:
             return False
+        self._reserve(self._end + num_bytes)
         self._bytes.view(info, self._end).copy_(tensor.detach())
         self._infos.append(info)
         self._offsets.append(self._end)
@@ -77,6 +80,9 @@ class BucketWriter(ABC):
     def close(self) -> None:
         self._bytes = None
 
+    def _reserve(self, num_bytes: int) -> None:  # noqa: B027  # a GPU's buckets have their memory
+        """Makes sure that the first bytes of the bucket can be written. Raises TransferError."""
+
     @abstractmethod
     def _describe(self, offsets: Sequence[int]) -> Bucket: ...
 
@@ -86,17 +92,31 @@ class ShmWriter(BucketWriter):
 
     def __init__(self, name: str, num_bytes: int) -> None:
         self.name = name
-        file = os.open(FOLDER / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.ftruncate(file, num_bytes)
-            memory = mmap.mmap(file, num_bytes)
-        finally:
-            os.close(file)
-        super().__init__(torch.frombuffer(memory, dtype=torch.uint8))
+        self._file = os.open(FOLDER / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        os.ftruncate(self._file, num_bytes)
+        self._num_reserved = 0
+        super().__init__(torch.frombuffer(mmap.mmap(self._file, num_bytes), dtype=torch.uint8))
 
     def close(self) -> None:
         super().close()
-        (FOLDER / self.name).unlink(missing_ok=True)
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+            (FOLDER / self.name).unlink(missing_ok=True)
+
+    def _reserve(self, num_bytes: int) -> None:
+        """A write where the folder has no room would kill this process with SIGBUS: a container may have just 64 MB."""
+        if num_bytes <= self._num_reserved:
+            return
+        try:
+            os.posix_fallocate(self._file, self._num_reserved, num_bytes - self._num_reserved)
+        except OSError as error:
+            free = shutil.disk_usage(FOLDER).free >> 20
+            raise TransferError(
+                f"{FOLDER} has no room for a bucket: {error.strerror}, {free} MiB are free; give it more, such as with "
+                "docker run --shm-size, or give smaller buckets"
+            ) from None
+        self._num_reserved = num_bytes
 
     def _describe(self, offsets: Sequence[int]) -> ShmBucket:
         return ShmBucket(name=self.name, offsets=tuple(offsets))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -66,3 +68,18 @@ def test_a_tensor_is_copied_when_it_is_added() -> None:
         ((_, found),) = read_tensors(open_shm(bucket), infos, bucket.offsets)
         assert torch.equal(found, torch.ones(4))
         assert writer.add("b", tensor)
+
+
+def test_a_folder_without_room_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the signal that ends a process which writes where there is none."""
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with shared_bucket(64) as writer:
+        assert writer.add("a", torch.ones(4))
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+        with pytest.raises(TransferError, match=r"/dev/shm has no room for a bucket: No space left .* --shm-size"):
+            writer.add("b", torch.ones(4))
+        infos, _ = writer.take()
+        assert [info.name for info in infos] == ["a"]
