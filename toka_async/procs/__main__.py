@@ -6,6 +6,7 @@ The name is for process lists. A role's module is imported only after the lifeli
 from __future__ import annotations
 
 import logging
+import os
 from importlib import import_module
 
 from toka_async.procs.child import ParentLink, connect_parent
@@ -24,6 +25,9 @@ def main() -> None:
 
 def run(link: ParentLink) -> None:
     """Run the module that is named like the role."""
+    if link.spec.role in ("server", "scheduler"):
+        # NumPy's threads for large matrices, of which these have none, spin for a while on each core when they start.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     with hold_collections():
         role = import_module(f"toka_async.procs.{link.spec.role}")
     role.run(link)
