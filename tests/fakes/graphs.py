@@ -64,6 +64,7 @@ class FakeGraphs:
         # Of runs before captures, which come in the same order, by thread.
         self._before: defaultdict[int, deque[tuple[Tensor, ...]]] = defaultdict(deque)
         patch.setattr(gc, "collect", self._collect)
+        patch.setattr(gc, "freeze", lambda: None)  # it would keep what a test leaves behind
         self._capturing: FakeGraph | None = None
         self.milliseconds = 0.0
         self.slow: dict[int, float] = {}

@@ -183,9 +183,9 @@ def test_the_package_has_all_that_its_python_interface_has() -> None:
         ("toka_async.procs.scheduler", {"torch", "aiohttp"}),
         ("toka_async.procs.server", {"torch"}),
         ("toka_async.procs.rank", {"torch", "aiohttp"}),
-        ("toka_async.cli", {"torch", "aiohttp", "zmq"}),
+        ("toka_async.cli", {"torch", "aiohttp", "zmq", "numpy"}),
         ("toka_async.server.app", {"torch"}),
-        ("toka_async.launch", {"torch", "zmq", "aiohttp"}),
+        ("toka_async.launch", {"torch", "zmq", "aiohttp", "numpy"}),
         ("toka_async.client", {"torch", "aiohttp", "uvloop"}),
     ],
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
 from toka_async.checkpoint.attention_spec import AttentionSpec
 from toka_async.checkpoint.cost import count_layer_bytes
@@ -174,11 +173,15 @@ def stage_layers(layers: Sequence[int], num_stages: int, ends: int) -> list[int]
     equally good ways, later stages have fewer layers.
     """
     assert 1 <= num_stages <= len(layers)
+    if num_stages == 1:
+        return [len(layers)]
+    import numpy as np  # for which a start's parent, who needs it for nothing else, would wait
+
     unit = max(1, (sum(layers) + ends) >> _PRECISION)  # sums of squares are then exact, so ties are ties
     before = np.concatenate([[0], np.cumsum([layer // unit for layer in layers])]).astype(float)
     weights = np.where(np.tri(len(before), dtype=bool), np.inf, before - before[:, None])  # of the layers [i, j)
     end = ends // unit
-    least = (weights[0] + end * (1 + (num_stages == 1))) ** 2  # of the stages up to layer j
+    least = (weights[0] + end) ** 2  # of the stages up to layer j
     cuts = []
     for stage in range(1, num_stages):
         sums = least[:, None] + (weights + end * (stage == num_stages - 1)) ** 2

@@ -6,8 +6,11 @@ The name is for process lists. A role's module is imported only after the lifeli
 from __future__ import annotations
 
 import logging
+import os
+from importlib import import_module
 
 from toka_async.procs.child import ParentLink, connect_parent
+from toka_async.procs.loading import hold_collections
 
 
 def main() -> None:
@@ -21,31 +24,13 @@ def main() -> None:
 
 
 def run(link: ParentLink) -> None:
-    match link.spec.role:
-        case "server":
-            from toka_async.procs import server
-
-            server.run(link)
-        case "batch":
-            from toka_async.procs import batch
-
-            batch.run(link)
-        case "coordinator":
-            from toka_async.procs import coordinator
-
-            coordinator.run(link)
-        case "node":
-            from toka_async.procs import node
-
-            node.run(link)
-        case "scheduler":
-            from toka_async.procs import scheduler
-
-            scheduler.run(link)
-        case "rank":
-            from toka_async.procs import rank
-
-            rank.run(link)
+    """Run the module that is named like the role."""
+    if link.spec.role in ("server", "scheduler"):
+        # NumPy's threads for large matrices, of which these have none, spin for a while on each core when they start.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    with hold_collections():
+        role = import_module(f"toka_async.procs.{link.spec.role}")
+    role.run(link)
 
 
 if __name__ == "__main__":

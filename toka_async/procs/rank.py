@@ -31,7 +31,9 @@ from toka_async.gpu_lock import GpuLockError, take_gpu
 from toka_async.grammars.matchers import RowMatchers, count_mask_threads
 from toka_async.grammars.vocabulary import GrammarVocabulary, is_installed
 from toka_async.messages import FromRank, RankDevice, Ready, Step, StepDone, ToRank
+from toka_async.procs.ahead_of_torch import begin_ahead
 from toka_async.procs.child import Alive, ChildSpec, ParentLink, Resources, Started
+from toka_async.procs.loading import hold_collections
 from toka_async.procs.progress import WorkProgress, answer_while_moving
 from toka_async.procs.stage_report import StageReport
 from toka_async.startup.progress import StartupProgress
@@ -304,7 +306,9 @@ def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Collect], Callable[[
     place = make_coords(spec)
     set_environment(place)
     stages = make_progress(spec)
-    with stages.stage("libraries", "loading torch"):
+    with stages.stage("libraries", "loading torch"), hold_collections():
+        if config.model.device != "cpu":
+            begin_ahead()
         from toka_async.startup.runner_factory import RunnerFactory
 
     factory = RunnerFactory(

@@ -76,10 +76,10 @@ async def serve(link: ParentLink) -> NoReturn:
     gc.collect()  # here it delays no request
     gc.freeze()
     schedulers.start(Delays(listener))
+    app[SERVICE].grammars.start(spec.shape.vocab_size)  # holds Python's lock for a second, so not once it is ready
     order = asyncio.create_task(schedulers.orders.get())
     await asyncio.wait({asyncio.create_task(schedulers.is_ready.wait()), order}, return_when=asyncio.FIRST_COMPLETED)
     if schedulers.is_ready.is_set():
-        app[SERVICE].grammars.start(engine.check_serving().vocab_size)
         link.report(Started(direct="" if direct is None else direct.endpoint.address))
     first = await order
     await site.stop()

@@ -179,13 +179,18 @@ def _capture_links(step: _Captured, end: DecodeEnd, pool: Any, stream: torch.cud
 
 @contextmanager
 def _hide_old_objects() -> Iterator[None]:
-    """Keeps existing objects out of garbage collections: libraries' hundreds of thousands of objects live on anyway."""
+    """Keeps existing objects out of garbage collections: libraries' hundreds of thousands of objects live on anyway.
+
+    Where some are kept out already, as in a rank, all stay so: these cannot be told from the others.
+    """
+    were_hidden = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not were_hidden:
+            gc.unfreeze()
 
 
 @contextmanager

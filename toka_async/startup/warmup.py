@@ -53,19 +53,21 @@ def warm_up(
 ) -> None:
     """Computes steps of all kinds. num_parts: micro-batches of a step. capture: captures decoding steps, if any are."""
     with stages.stage("warm-up", "computing steps"):
-        loads = list_gpu_loads(runner.ready, num_parts) if runner.decode is not None else list_cpu_loads(runner.ready)
+        on_gpu = runner.decode is not None
+        large = list_prompt_loads(runner.ready, num_parts) if on_gpu else []
+        loads = list_row_loads(runner.ready, num_parts) if on_gpu else list_cpu_loads(runner.ready)
         if runner.ready.async_tp_min_tokens:
-            loads.append(make_largest_load(runner.ready))
-        for number, load in enumerate(loads):
+            large.append(make_largest_load(runner.ready))
+        for number, load in enumerate([*loads, *large]):
             load(runner)
-            stages.show(number + 1, len(loads), "loads computed")
+            stages.show(number + 1, len(loads) + len(large), "loads computed")
     if capture is not None:
         with stages.stage("graphs", "capturing"):
             torch.cuda.empty_cache()  # graphs have memory of their own, and a capture cannot free what steps keep
             capture()
             torch.cuda.empty_cache()  # what was computed before each capture, on the captures' stream
             runner.launch_graphs()
-            for load in loads:  # what is around the replays
+            for load in loads:  # what is around the replays; large steps are not captured
                 load(runner)
     gc.collect()
     runner.mark_warm()
@@ -81,10 +83,26 @@ def list_cpu_loads(ready: Ready) -> list[Load]:
 
 
 def list_gpu_loads(ready: Ready, num_parts: int = 1) -> list[Load]:
-    """Lists steps of few rows and of many, short and long, alone and grouped; in whole and in parts."""
+    """Lists all steps that a GPU computes first."""
+    return list_row_loads(ready, num_parts) + list_prompt_loads(ready, num_parts)
+
+
+def list_prompt_loads(ready: Ready, num_parts: int) -> list[Load]:
+    """Lists steps of one prompt, as long as may be and shorter, in whole and in parts."""
+    room = _count_room(ready)
+    lengths = [room // part for part in (1, 2, 16)] + [LEAST_TOKENS * num_parts] * (num_parts > 1)
+    return [make_rows_load([length], (GREEDY,)) for length in lengths if 0 < length <= room]
+
+
+def _count_room(ready: Ready) -> int:
+    """Counts the tokens of the longest prompt that a step can have and that some more tokens can follow."""
+    return max(1, min(SyntheticRows(ready).count_room(_DECODE_STEPS + 2), ready.max_tokens))
+
+
+def list_row_loads(ready: Ready, num_parts: int) -> list[Load]:
+    """Lists steps of few rows and of many, short, alone and grouped; in whole and in parts."""
     size = ready.page_size
-    room = max(1, min(SyntheticRows(ready).count_room(_DECODE_STEPS + 2), ready.max_tokens))
-    length = min(_PROMPT_TOKENS, room)
+    length = min(_PROMPT_TOKENS, _count_room(ready))
     pages = -(-(length + _DECODE_STEPS + 2) // size)
     most = min(ready.max_seqs, max(1, ready.num_pages // pages - 1), ready.max_tokens // length)
     loads: list[Load] = []
@@ -94,8 +112,6 @@ def list_gpu_loads(ready: Ready, num_parts: int = 1) -> list[Load]:
             if count in (1, 17, most):
                 loads += [make_rows_load([length] * min(count, 300), (*kinds, GREEDY)) for kinds in (FULL, TORCH)]
     loads.append(make_rows_load([1], (GREEDY,)))
-    lengths = [room // part for part in (1, 2, 16)] + [LEAST_TOKENS * num_parts] * (num_parts > 1)
-    loads += [make_rows_load([length], (GREEDY,)) for length in lengths if 0 < length <= room]
     grouped = [(count, 4, count) for count in add_part_counts((64,), num_parts)] + [(2, 1, 2), (most, 32, most)]
     # More rows than start early (`kernels.pdl`), with so many keys each that several programs read them.
     for count, shared, num_grouped in (*grouped, (17, 32, 0)):

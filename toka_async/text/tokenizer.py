@@ -9,15 +9,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
 
 from toka_async.text.pieces import Pieces, TokenBytes, build_pieces, strip_start
-from toka_async.text.tokenizer_files import TokenizerError, TokenizerFiles, read_tokenizer_files
+from toka_async.text.tokenizer_files import (
+    TokenizerError,
+    TokenizerFiles,
+    make_backend,
+    read_content,
+    read_tokenizer_files,
+)
+
+States = Mapping[str, dict[str, Any]]  # attributes of added tokens, by their texts
 
 
 class Tokenizer:
@@ -65,9 +75,9 @@ class Tokenizer:
 
         Raises TokenizerError, one line that names the file, when a file is missing or cannot be read.
         """
-        files = read_tokenizer_files(path)
+        backend, files = make_backend(path, read_content(path)), read_tokenizer_files(path)
         try:
-            return cls(_add_tokens(files), files.special_tokens, files.chat_template, files.response_template)
+            return cls(_add_tokens(backend, files), files.special_tokens, files.chat_template, files.response_template)
         except TokenizerError as error:
             raise TokenizerError(f"{path / 'tokenizer.json'}: {error}") from error
 
@@ -143,8 +153,30 @@ class Tokenizer:
 
 
 def read_for_grammars(path: Path) -> str:
-    """Returns tokenizer.json of directory `path` with the tokens that the other files add. Raises TokenizerError."""
-    return _add_tokens(read_tokenizer_files(path)).to_str()
+    """Returns tokenizer.json of directory `path` with the tokens that the other files add. Raises TokenizerError.
+
+    Mostly they add none, and the file stays as it is: the library takes half a second to read and write a large one,
+    for which a rank that starts would wait.
+    """
+    content = read_content(path)
+    with suppress(msgspec.DecodeError):
+        present = msgspec.json.decode(content, type=_OwnTokens).by_content
+        if not any(_find_missing(present, read_tokenizer_files(path))):
+            return content.decode()
+    return _add_tokens(make_backend(path, content), read_tokenizer_files(path)).to_str()
+
+
+class _OwnTokens(msgspec.Struct):
+    """The part of tokenizer.json that lists added tokens."""
+
+    added_tokens: list[dict[str, Any]] = []
+
+    @property
+    def by_content(self) -> States:
+        return {
+            token["content"]: {name: value for name, value in token.items() if name != "id"}
+            for token in self.added_tokens
+        }
 
 
 def _pieces(backend: tokenizers.Tokenizer) -> Pieces:
@@ -159,19 +191,25 @@ def _pieces(backend: tokenizers.Tokenizer) -> Pieces:
         raise TokenizerError(str(error)) from error
 
 
-def _add_tokens(files: TokenizerFiles) -> tokenizers.Tokenizer:
+def _add_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> tokenizers.Tokenizer:
     """Adds the configuration's tokens where they differ from the backend's, as transformers does."""
-    backend = files.backend
     present = {token.content: token.__getstate__() for token in backend.get_added_tokens_decoder().values()}
+    tokens, special = _find_missing(present, files)
+    backend.add_tokens(tokens)
+    backend.add_special_tokens(special)
+    return backend
+
+
+def _find_missing(present: States, files: TokenizerFiles) -> tuple[list[tokenizers.AddedToken], list[str]]:
+    """Finds tokens, and texts of special ones, that the configuration has and a backend with these tokens has not."""
     listed = list(present.values()) if files.added_tokens is None else files.added_tokens
     named = set(files.special_tokens.values())
     tokens = [
         tokenizers.AddedToken(**(token | {"special": True} if token["content"] in named else token)) for token in listed
     ]
-    backend.add_tokens([token for token in tokens if token.__getstate__() != present.get(token.content)])
     known = present.keys() | {token.content for token in tokens}
-    backend.add_special_tokens([text for text in files.special_texts if text not in known])
-    return backend
+    special = [text for text in files.special_texts if text not in known]
+    return [token for token in tokens if token.__getstate__() != present.get(token.content)], special
 
 
 def _check_text(text: str) -> None:

@@ -20,10 +20,9 @@ class TokenizerError(ValueError):
 
 @dataclass(slots=True)
 class TokenizerFiles:
-    """The contents of a directory's tokenizer files.
+    """What a directory's other tokenizer files say beside tokenizer.json.
 
     Attributes:
-        backend: tokenizer.json.
         special_tokens: names (`bos_token`) -> texts.
         special_texts: texts of all special tokens that the configuration names, in order.
         added_tokens: arguments of `tokenizers.AddedToken` for each token that the configuration adds, by id; None
@@ -32,7 +31,6 @@ class TokenizerFiles:
         response_template: of tokenizer_config.json, unchecked, or None.
     """
 
-    backend: tokenizers.Tokenizer
     special_tokens: dict[str, str]
     special_texts: list[str]
     added_tokens: list[dict[str, Any]] | None
@@ -41,20 +39,18 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(path: Path) -> TokenizerFiles:
-    """Reads tokenizer.json of directory `path`, and three files where they exist.
+    """Reads three files of directory `path` where they exist.
 
     They are tokenizer_config.json, special_tokens_map.json (if the configuration lists no added tokens, as in
     transformers) and chat_template.jinja (which precedes the configuration's template). Raises TokenizerError, one line
-    that names the file, when a file is missing or malformed.
+    that names the file, when a file is malformed.
     """
-    backend = _read_backend(path / "tokenizer.json")
     config = _read_json(path / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
         config |= _read_json(path / "special_tokens_map.json")
     try:
         special_tokens = {name: _read_text(config[name]) for name in NAMED if config.get(name)}
         return TokenizerFiles(
-            backend=backend,
             special_tokens=special_tokens,
             special_texts=list(dict.fromkeys([*special_tokens.values(), *_read_extra_texts(config)])),
             added_tokens=_read_added_tokens(config),
@@ -65,13 +61,23 @@ def read_tokenizer_files(path: Path) -> TokenizerFiles:
         raise TokenizerError(f"{path / 'tokenizer_config.json'} is malformed: {error!r}") from error
 
 
-def _read_backend(file: Path) -> tokenizers.Tokenizer:
+def read_content(path: Path) -> bytes:
+    """Reads tokenizer.json of directory `path`. Raises TokenizerError without one that can be read."""
+    file = path / "tokenizer.json"
     if not file.is_file():
         raise TokenizerError(f"{file} does not exist; name a directory that has one: model.tokenizer=DIR")
     try:
-        return tokenizers.Tokenizer.from_buffer(file.read_bytes())
+        return file.read_bytes()
+    except OSError as error:
+        raise TokenizerError(f"{file} cannot be read: {_one_line(error)}") from error
+
+
+def make_backend(path: Path, content: bytes) -> tokenizers.Tokenizer:
+    """Makes the library's tokenizer of directory `path`'s tokenizer.json. Raises TokenizerError if it is malformed."""
+    try:
+        return tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exceptions
-        raise TokenizerError(f"{file} is not a tokenizer: {_one_line(error)}") from error
+        raise TokenizerError(f"{path / 'tokenizer.json'} is not a tokenizer: {_one_line(error)}") from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:

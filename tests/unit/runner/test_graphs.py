@@ -188,11 +188,15 @@ def test_graphs_of_other_sizes_are_dropped(fake: FakeGraphs) -> None:
     assert all(graphs.has(num_rows, grouped) for num_rows in range(1, 9) for grouped in (False, True))
 
 
-def test_what_was_there_before_the_capture_is_not_looked_at(fake: FakeGraphs) -> None:
-    """By the collection before each graph; and what is garbage by then can be collected after the last."""
-    frozen = [gc.get_freeze_count()]
+@pytest.mark.parametrize("were_hidden", [False, True])
+def test_what_was_there_before_the_capture_is_not_looked_at(
+    fake: FakeGraphs, monkeypatch: pytest.MonkeyPatch, were_hidden: bool
+) -> None:
+    """By the collection before each graph. It is looked at again afterwards, if nothing was hidden before."""
+    events: list[str] = []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 10_000 * were_hidden)
+    monkeypatch.setattr(gc, "freeze", lambda: events.append("hidden"))
+    monkeypatch.setattr(gc, "unfreeze", lambda: events.append("shown"))
     for _ in Graphs(fake, [2], grouped=False).graphs.capture():
-        frozen.append(gc.get_freeze_count())
-    frozen.append(gc.get_freeze_count())
-    assert frozen[1] > 10_000
-    assert frozen[0] == frozen[2] == 0
+        events.append("captured")
+    assert events == ["hidden", "captured"] + ["shown"] * (not were_hidden)

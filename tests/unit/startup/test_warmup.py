@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import cast
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -180,6 +181,29 @@ def test_warm_up_captures_and_replays(fake_graphs: FakeGraphs, ready: Ready, gro
     assert (fake_graphs.num_replays() > len(fake_graphs.list_steps())) == (ready.max_context > 1)
     assert [*stages.seconds] == ["warm-up", "graphs"]
     assert runner.run(Step(step_id=1)).num_compiles == 0
+
+
+def test_large_steps_are_not_computed_again_around_graphs(
+    fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_with_kernels(ODD[-1])
+    run, tokens, captured = runner.run, list[int](), list[int]()
+
+    def note(step: Step) -> StepDone:
+        tokens.append(int(np.asarray(step.chunk_lengths).max(initial=0)))
+        return run(step)
+
+    def capture() -> None:
+        captured.append(len(tokens))
+        assert runner.decode is not None
+        list(runner.decode.capture([1], grouped=False))
+
+    monkeypatch.setattr(runner, "run", note)
+    warm_up(runner, StartupProgress(io.StringIO(), shown=False), capture=capture)
+    before, after = tokens[: captured[0]], tokens[captured[0] :]
+    assert max(before) == 15
+    assert 0 < max(after) < 15
+    assert fake_graphs.num_replays() > 1
 
 
 @pytest.mark.usefixtures("plain_kernels")

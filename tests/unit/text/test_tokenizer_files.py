@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.cases import tokenizers as small
-from toka_async.text.tokenizer import Tokenizer
+from toka_async.text.tokenizer import Tokenizer, read_for_grammars
 from toka_async.text.tokenizer_files import TokenizerError
 
 
@@ -74,6 +74,28 @@ def test_the_configuration_says_whether_a_token_is_special(tmp_path: Path, speci
     tokenizer = Tokenizer.load(write(tmp_path, small.byte_level(), {"added_tokens_decoder": listed}))
     assert tokenizer.decode(tokenizer.encode("a<tool> ☃b")) == ("ab" if special else "a<tool> ☃b")
     assert tokenizer.vocab_size == small.byte_level().vocab_size
+
+
+@pytest.mark.parametrize("config", [None, {"eos_token": "</s>"}, {"added_tokens_decoder": {}}])
+def test_grammars_read_a_file_as_it_is_to_which_nothing_is_added(tmp_path: Path, config: dict[str, Any] | None) -> None:
+    write(tmp_path, small.byte_level(), config)
+    edit(tmp_path, unknown="☃")  # which the library would not write
+    assert read_for_grammars(tmp_path) == (tmp_path / "tokenizer.json").read_text()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"added_tokens_decoder": {"900": {"content": "<late>", "special": False}}},
+        {"added_tokens_decoder": {"342": {"content": "<tool> ☃", "normalized": False, "special": True}}},
+        {"eos_token": "<tool> ☃"},
+        {"pad_token": "<pad>"},
+        {"additional_special_tokens": ["<x>"]},
+    ],
+)
+def test_grammars_see_the_tokens_that_the_configuration_adds(tmp_path: Path, config: dict[str, Any]) -> None:
+    write(tmp_path, small.byte_level(), config)
+    assert read_for_grammars(tmp_path) == Tokenizer.load(tmp_path).backend.to_str()
 
 
 @pytest.mark.parametrize("add_bos_token", [False, True])
