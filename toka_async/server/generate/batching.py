@@ -1,5 +1,6 @@
 """Work on many things, so that the event loop stays free: small jobs from many tasks are done together in a thread,
-which shares its switches; work on thousands of things is done a slice at a time.
+which shares its switches; work on thousands of things is done a slice at a time. A short job that comes alone is done
+at once: to a thread and back would take it longer.
 
 Knows nothing of what is computed.
 """
@@ -9,12 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Executor
+from time import monotonic
 from typing import Generic, TypeVar
 
 A = TypeVar("A")
 B = TypeVar("B")
 
 SLICE = 256  # things of some microseconds each
+PAUSE = 0.015  # seconds without a job after which one comes alone
 
 
 async def in_slices(items: Iterable[A]) -> AsyncIterator[A]:
@@ -30,16 +33,27 @@ class Batcher(Generic[A, B]):
 
     Args:
         work: items to results, in order; runs in `executor`.
+        is_short: whether the event loop may do work on these items itself, when they come alone.
     """
 
-    def __init__(self, work: Callable[[list[A]], list[B]], executor: Executor) -> None:
+    def __init__(
+        self,
+        work: Callable[[list[A]], list[B]],
+        executor: Executor,
+        is_short: Callable[[Sequence[A]], bool] = lambda _: False,
+    ) -> None:
         self._work = work
         self._executor = executor
+        self._is_short = is_short
+        self._came = float("-inf")  # when the newest job did
         self._waiting: list[tuple[Sequence[A], asyncio.Future[list[B]]]] = []
         self._task: asyncio.Task[None] | None = None
 
     async def run(self, items: Sequence[A]) -> list[B]:
         """The results of `items`, in order. Raises what `work` raises for them."""
+        before, self._came = self._came, monotonic()
+        if self._task is None and self._came - before > PAUSE and self._is_short(items):
+            return self._work(list(items))
         future: asyncio.Future[list[B]] = asyncio.get_running_loop().create_future()
         self._waiting.append((items, future))
         if self._task is None:

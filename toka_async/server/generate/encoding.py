@@ -1,4 +1,4 @@
-"""Texts to token ids, in threads: the event loop stays free, and memory has a bound however many texts there are.
+"""Texts to token ids, most in threads: the event loop stays free, and memory has a bound however many texts there are.
 
 The library takes about 250 bytes for each byte of what it tokenizes at once, until it is through. So texts are
 tokenized a group at a time, in two lanes: long ones, and lists of many, are in no short one's way. Knows texts and the
@@ -18,6 +18,7 @@ from toka_async.text.tokenizer import Tokenizer
 
 GROUP = 1 << 18  # characters that are tokenized at once, if they are of more than one text
 LONG = GROUP  # characters of texts for which others should not wait
+SHORT = 4096  # characters that take the event loop a millisecond or two
 
 Item = tuple[str, bool]  # a text; whether special tokens are added
 
@@ -27,7 +28,7 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Tokenizer, executor: Executor) -> None:
         self._tokenizer = tokenizer
-        self._short: Batcher[Item, Int32] = Batcher(self._encode_all, executor)
+        self._short: Batcher[Item, Int32] = Batcher(self._encode_all, executor, is_short)
         self._long: Batcher[Item, Int32] = Batcher(self._encode_all, executor)
 
     async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[Int32]:
@@ -45,6 +46,10 @@ class TextEncoder:
                 for place, each in zip(chosen, encoded, strict=True):
                     ids[place] = np.array(each, np.int32)
         return ids
+
+
+def is_short(items: Sequence[Item]) -> bool:
+    return sum(len(text) for text, _ in items) <= SHORT
 
 
 def groups(lengths: Sequence[int]) -> Iterator[slice]:

@@ -42,7 +42,7 @@ from toka_async.server.engine.request_group import RequestGroup, timed_out
 from toka_async.server.engine.token_block import REASONS, TokenBlock, TokenRows
 from toka_async.server.generate.batching import SLICE, Batcher, in_slices
 from toka_async.server.generate.block_texts import MANY, BlockTexts, JsonTexts
-from toka_async.server.generate.encoding import TextEncoder, groups
+from toka_async.server.generate.encoding import SHORT, TextEncoder, groups
 from toka_async.server.generate.grammar_checks import GrammarChecks
 from toka_async.server.generate.logprobs import TokenLengths, TokenNames
 from toka_async.server.generate.sample_text import SampleText, TextOptions
@@ -60,6 +60,7 @@ logger = logging.getLogger(__name__)
 
 A = TypeVar("A")
 B = TypeVar("B")
+FEW_MESSAGES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,14 @@ class Chat:
     continue_final_message: bool
     kwargs: dict[str, Any]
     tools: list[dict[str, Any]] | None = None
+
+
+def are_short(chats: Sequence[Chat]) -> bool:
+    """Whether a template writes these at once: a few messages of text, and no tools."""
+    messages = [message for chat in chats for message in chat.messages]
+    texts = [message.get("content") for message in messages]
+    is_plain = all(isinstance(text, str) for text in texts) and not any(chat.tools for chat in chats)
+    return is_plain and len(texts) <= FEW_MESSAGES and sum(map(len, map(str, texts))) <= SHORT
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +153,7 @@ class Service:
         self.token_lengths = {skip: TokenLengths(self.tokenizer, skip) for skip in (False, True)}
         self.grammars = GrammarChecks(self.tokenizer, self.defaults.end_ids)
         self._encoder = TextEncoder(self.tokenizer, self.executor)
-        self._render = Batcher(self._render_all, self.executor)
+        self._render = Batcher(self._render_all, self.executor, are_short)
         self.marking_tokenizer = self.tokenizer
         if (known := self.response_format) is not None:
             self.marking_tokenizer = self.tokenizer.with_shown(known.find_markers(self.tokenizer.special_texts))
