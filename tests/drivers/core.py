@@ -199,8 +199,9 @@ class CoreDriver:
         assert self.core.num_requests == 0, "work is left that nothing moves"
 
     def collect(self) -> None:
-        for message in self.core.take_messages(0.0):
+        for message in self.core.take_messages():
             self._take(message)
+        self.stats = self.core.take_stats(0.0) or self.stats
 
     def _take(self, message: ToServer) -> None:
         match message:
@@ -222,8 +223,6 @@ class CoreDriver:
                 columns = (as_i32(c).tolist() for c in (message.request_ids, message.samples, message.num_tokens))
                 for request, sample, count, window in zip(*columns, windows, strict=True):
                     self.stop_checks.append((request, sample, count, window.tolist()))
-            case Stats():
-                self.stats = message
             case ControlDone():
                 assert message.number not in self.done
                 self.done[message.number] = message

@@ -203,7 +203,7 @@ class Simulation:
             self._seen.prompt_steps.append(seconds)
 
     def _receive(self) -> None:
-        for message in self._core.take_messages(self._now):
+        for message in self._core.take_messages():
             match message:
                 case Prefills():
                     since = map(self._submitted.__getitem__, as_i32(message.request_ids).tolist())

@@ -14,7 +14,7 @@ import zmq
 
 from toka_async.config import Config, ScheduleConfig
 from toka_async.control import ControlDone
-from toka_async.messages import ExpertLoads, FromRank, Ready, StageTimes, Stats, ToRank, ToScheduler, ToServer
+from toka_async.messages import ExpertLoads, FromRank, Ready, StageTimes, ToRank, ToScheduler, ToServer
 from toka_async.procs.child import ParentLink, Started
 from toka_async.procs.progress import WorkProgress, answer_while_moving
 from toka_async.procs.step_times import StepTimes
@@ -130,25 +130,25 @@ def run_turn(
         core.receive(request, now)
     times.lap("requests")
     if core.has_first_tokens and core.num_in_flight:
-        tell_server(core, server, times, ready, now)
+        tell_server(core, server, times, ready)
     for step in core.next_steps(now):
         ranks.send(step)
     while (order := core.next_order()) is not None:
         ranks.send(order)
     core.note_sent(time.monotonic())
     times.lap("steps")
-    tell_server(core, server, times, ready, now)
+    tell_server(core, server, times, ready)
+    if (stats := core.take_stats(now)) is not None:
+        server.send(msgspec.structs.replace(times.fill(stats), replica=ready.replica, life=ready.life))
+        times.lap("messages")
     times.end(num_completed)
 
 
-def tell_server(core: Core, server: BatchOutbox[ToServer], times: StepTimes, ready: Ready, now: float) -> None:
-    """Send what the server does not know yet."""
-    messages = core.take_messages(now)
+def tell_server(core: Core, server: BatchOutbox[ToServer], times: StepTimes, ready: Ready) -> None:
+    """Send what the server does not know yet, except statistics."""
+    messages = core.take_messages()
     for place, message in enumerate(messages):
-        if isinstance(message, Stats):
-            message = times.fill(message)
-        elif not isinstance(message, ControlDone):
-            continue
-        messages[place] = msgspec.structs.replace(message, replica=ready.replica, life=ready.life)
+        if isinstance(message, ControlDone):
+            messages[place] = msgspec.structs.replace(message, replica=ready.replica, life=ready.life)
     server.send_all(messages)
     times.lap("messages")

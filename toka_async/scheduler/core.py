@@ -38,6 +38,7 @@ from toka_async.messages import (
     Ready,
     Reason,
     StageTimes,
+    Stats,
     Step,
     StepDone,
     StopMask,
@@ -375,13 +376,15 @@ class Core:
     def note_expert_loads(self, loads: ExpertLoads) -> None:
         self._stats.add_loads(loads)
 
-    def take_messages(self, now: float) -> list[ToServer]:
+    def take_messages(self) -> list[ToServer]:
+        """Take all that the server does not know yet, except statistics."""
         if self._pauses.is_awaited and self._is_quiet:
             self._replies.add_all(self._pauses.complete())
-        stats = self._stats.take_due(now, idle=not self._in_flight)
-        if stats is not None:
-            self._replies.add(stats)
         return self._replies.take()
+
+    def take_stats(self, now: float) -> Stats | None:
+        """Take statistics if they are due: after the messages, which somebody waits for."""
+        return self._stats.take_due(now, idle=not self._in_flight)
 
     @property
     def has_first_tokens(self) -> bool:

@@ -38,7 +38,7 @@ def test_running_samples_end_with_their_tokens_and_queued_ones_without(stream: b
 def test_preempted_samples_end_with_the_tokens_that_they_had() -> None:
     core = SmallCore(num_pages=8)
     received = [core.submit(submit(i, [*PROMPT, i], max_tokens=16, sampling=SCORED)) for i in range(2)]
-    core.turn_until(lambda: core.core.take_messages(0.0) is None or core.stats.num_preemptions)
+    core.turn_until(lambda: core.core.take_messages() is None or core.stats.num_preemptions)
     while core.control(Pause(mode="keep")) not in core.done:
         core.complete()
     core.control(Abort(everything=True))

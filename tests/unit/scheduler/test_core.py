@@ -197,4 +197,4 @@ def test_nothing_to_do_is_no_step() -> None:
     core.submit(submit(0, PROMPT))
     core.drain()
     assert list(core.core.next_steps(0.0)) == []
-    assert core.core.take_messages(0.0) == []
+    assert core.core.take_messages() == []

@@ -72,7 +72,7 @@ def test_a_pause_of_an_idle_core_is_complete_at_once() -> None:
 def test_preempted_work_counts_as_begun() -> None:
     core = SmallCore(num_pages=9, page_size=4)
     start(core, count=2)
-    core.turn_until(lambda: core.core.take_messages(0.0) is None or core.stats.num_preemptions)
+    core.turn_until(lambda: core.core.take_messages() is None or core.stats.num_preemptions)
     number = core.control(Pause(mode="wait"))
     core.turn_until(lambda: number in core.done)
     assert all(each.ended for each in core.received.values())

@@ -15,7 +15,8 @@ READY = Ready(num_pages=64, page_size=4, max_seqs=4, max_context=256, vocab_size
 
 
 def stats_at(core: Core, now: float) -> list[Stats]:
-    return [message for message in core.take_messages(now) if isinstance(message, Stats)]
+    stats = core.take_stats(now)
+    return [] if stats is None else [stats]
 
 
 def watch(core: Core, rank: PageRank, now: float) -> tuple[list[Stats], float]:
@@ -67,7 +68,7 @@ def test_idle_and_unchanged_is_silence() -> None:
     core, rank = Core(READY, max_tokens=32, steps_ahead=1), PageRank(READY)
     core.submit(submit(0, [1, 2], max_tokens=1), 0.0)
     (step,) = core.next_steps(0.0)
-    core.take_messages(0.0)
+    core.take_stats(0.0)
     core.complete(rank.run(step), 0.0)
     assert len(stats_at(core, 0.0)) == 1  # at once: it fell idle
     assert stats_at(core, 1000.0) == []
@@ -169,7 +170,7 @@ def test_whoever_asks_is_answered_at_once() -> None:
     for now in (0.0, INTERVAL / 10):
         for step in list(core.next_steps(now)):
             core.complete(rank.run(step), now)
-        core.take_messages(now)
+        core.take_stats(now)
     assert stats_at(core, INTERVAL / 5) == []
     for number in (1, 2):
         core.receive(AskStats(number=number), 0.0)

@@ -173,7 +173,8 @@ class Replay:
             outcome.used += used * seconds
 
     def _receive(self, now: float) -> None:
-        for message in self._core.take_messages(now):
+        self._outcome.stats = self._core.take_stats(now) or self._outcome.stats
+        for message in self._core.take_messages():
             match message:
                 case Tokens():
                     ended = as_i32(message.request_ids)[as_i32(message.reasons) != 0].tolist()
@@ -181,8 +182,6 @@ class Replay:
                     self._outcome.ends.update(dict.fromkeys(ended, now))
                     self._outcome.all_ends += [now] * len(ended)
                     self._num_tokens += int(as_i32(message.counts).sum())
-                case Stats():
-                    self._outcome.stats = message
                 case Failed():
                     raise BenchError(f"request {message.request_id}: {message.message}")
                 case _:
