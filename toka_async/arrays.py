@@ -79,6 +79,6 @@ def next_rows(rows: Int32, freed: Int32, joined: Int32) -> Int32:
         freed: slots that leave, in any order; slots not in `rows` are ignored.
         joined: slots that join at the end, in the order given.
     """
-    if freed.size:
+    if freed.size and rows.size:
         rows = rows[~np.isin(rows, freed)]
     return np.concatenate([rows, joined]) if joined.size else rows

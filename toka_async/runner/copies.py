@@ -17,7 +17,7 @@ def upload(columns: Sequence[npt.NDArray[np.integer]], device: torch.device) -> 
     """Copies integer columns of any lengths to `device`. Returns int64 tensors, views of one tensor."""
     sizes = [column.size for column in columns]
     tensor = to_device(np.concatenate(columns, dtype=np.int64, casting="safe"), device)
-    return list(torch.split(tensor, sizes))
+    return list(tensor.split_with_sizes(sizes))
 
 
 class Download:

@@ -83,9 +83,9 @@ class DeviceRows:
 
     def set_pages(self, cells: Tensor, pages: Tensor) -> None:
         """Sets cells of the flat page table, int64 [n] each."""
-        self.page_table.view(-1).index_put_((cells,), pages.to(torch.int32))
+        self.page_table.view(-1).index_copy_(0, cells, pages.to(torch.int32))
         if self.beside is not None:
-            self.window_table.view(-1).index_put_((cells,), self.beside.index_select(0, pages))
+            self.window_table.view(-1).index_copy_(0, cells, self.beside.index_select(0, pages))
 
     def set_windows(self, changed: Int32) -> None:
         """Sets the window pages of pages: [n, 2]. Tables have them once the pages are set, or renewed."""

@@ -1,12 +1,13 @@
 import weakref
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
-from toka_async.arrays import column, i32_column
+from toka_async.arrays import column, f32_column, i32_column
 from toka_async.messages import Prompt, Ready, Step, TokenSampling
-from toka_async.runner.rows import RowTables
+from toka_async.runner.rows import RowTables, read_prompt
 
 
 def _rows(max_seqs: int) -> RowTables:
@@ -88,3 +89,25 @@ def test_a_prompt_lives_as_long_as_a_row_or_its_key() -> None:
     assert alive() is not None
     rows.apply(Step(step_id=2, freed=i32_column([1])))
     assert alive() is None
+
+
+def test_a_prompt_has_the_distinct_ids_of_the_vocabulary_and_sums_of_biases() -> None:
+    sampling = TokenSampling(
+        end_ids=i32_column([7, 2, 7, 50, -1]),
+        bias_ids=i32_column([9, 3, 9, 50]),
+        bias_values=f32_column([1.0, 2.0, 0.5, 4.0]),
+        allowed_ids=i32_column([8, 8, 1, 99]),
+    )
+    prompt = read_prompt(msgspec.structs.replace(_prompt(1, 3, []), sampling=sampling), 50)
+    assert (prompt.end_ids.tolist(), prompt.allowed_ids.tolist()) == ([2, 7], [1, 8])
+    assert (prompt.bias_ids.tolist(), prompt.bias.tolist()) == ([3, 9], [2.0, 1.5])
+    kinds = [np.int32, np.int32, np.float32, np.int32]
+    assert [each.dtype for each in (prompt.end_ids, prompt.bias_ids, prompt.bias, prompt.allowed_ids)] == kinds
+
+
+def test_a_prompt_without_lists_keeps_nothing_of_its_message() -> None:
+    encoded = msgspec.msgpack.encode(_prompt(1, 3, []))
+    prompt = read_prompt(msgspec.msgpack.decode(encoded, type=Prompt), 50)
+    arrays = (prompt.token_ids, prompt.pages, prompt.end_ids, prompt.bias_ids, prompt.bias, prompt.allowed_ids)
+    assert all(each.base is None for each in arrays)
+    assert [each.size for each in arrays] == [3, 0, 0, 0, 0, 0]
