@@ -219,7 +219,7 @@ async def test_texts_that_wait_to_be_tokenized_are_bounded() -> None:
         ((error, columns),) = bare.heard(Error)
         assert (error.code, error.retry_after, columns["ids"].tolist()) == ("overloaded", 1, [3, 4])
         (session,) = bare.endpoint._sessions.values()
-        await asyncio.wait(session._encoders)
+        await asyncio.gather(*session._encoders)
         say_text(bare, 3, 4)
         await turns()
         assert len(bare.heard(Error)) == 1
