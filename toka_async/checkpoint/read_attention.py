@@ -63,6 +63,8 @@ def read_attentions(file: JsonFile, family: Family, num_layers: int, scales: Mod
     """Returns each layer's."""
     if file.fields.get("use_bidirectional_attention") in (True, "all"):
         raise file.error("use_bidirectional_attention", "is set: tokens that see later ones are not supported")
+    if not file.flag("is_causal", True):
+        raise file.error("is_causal", "is false: tokens that see later ones are not supported")
     num_heads, num_kv_heads, head_dim = _read_heads(file, family)
     alike = AttentionSpec(
         num_heads=num_heads,

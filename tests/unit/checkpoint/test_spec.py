@@ -137,6 +137,13 @@ def test_mistral_windows(tmp_path: Path) -> None:
     assert read(tmp_path, sliding_window=7).windows == (0,) * 3  # llama has none
 
 
+def test_mistral_with_kinds_of_layers_is_ministral(tmp_path: Path) -> None:
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    spec = read(tmp_path, model_type="mistral", sliding_window=7, layer_types=kinds)
+    assert (spec.family, spec.windows) == ("ministral", (0, 7, 0))
+    assert read(tmp_path, model_type="mistral", sliding_window=7, layer_types=None).family == "mistral"
+
+
 def test_both_spellings(tmp_path: Path) -> None:
     old = read(tmp_path, rope_theta=5e5, rope_scaling=LLAMA3_ROPE, torch_dtype="bfloat16", max_position_embeddings=256)
     both = LLAMA3_ROPE | {"rope_theta": 5e5}
@@ -303,6 +310,7 @@ def test_end_tokens(tmp_path: Path) -> None:
         ({"model_type": "smollm3", "no_rope_layers": [[], 1, 0]}, "no_rope_layers must be a list of"),
         ({"model_type": "ernie4_5", "use_bias": True}, "use_bias is True: supported: 0"),
         ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling is 0: expected a positive number"),
+        ({"is_causal": False}, "is_causal is false: tokens that see later ones are not supported"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention is set"),
         (
             GEMMA4 | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 9},
