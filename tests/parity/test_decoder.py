@@ -45,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3-mixed-layers": heads(5, 1, 48, use_sliding_window=True, **MIXED_LAYERS),
     "mistral": {},
     "mistral-window": {"sliding_window": 9, "num_attention_heads": 6, "num_key_value_heads": 3},
+    "mistral-mixed-layers": MIXED_LAYERS,
     "mistral-window-tied": {"sliding_window": 17, "head_dim": 20, "tie_word_embeddings": True},
     "qwen3_moe": {"norm_topk_prob": False},
     "qwen3_moe-mixed-layers-tied": {

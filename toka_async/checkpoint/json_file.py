@@ -6,6 +6,7 @@ Knows JSON and Python types, not what a field means.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ class JsonFile:
 
     def number(self, name: str, default: float | None = None, *, least: float = 0.0) -> float:
         value = self._required(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= sys.float_info.max:
             raise self.error(name, f"is {value!r}: expected a number of at least {least:g}")
         return float(value)
 
@@ -70,7 +71,7 @@ class JsonFile:
         """Reads one id or a list of ids; null means none, absent means `default`."""
         value = self.fields.get(name, list(default))
         values = [] if value is None else value if isinstance(value, list) else [value]
-        if any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values):
+        if any(isinstance(v, bool) or not isinstance(v, int) or not 0 <= v <= LARGEST for v in values):
             raise self.error(name, f"is {value!r}: expected a token id or a list of token ids")
         return tuple(values)
 

@@ -9,7 +9,9 @@ from toka_async.checkpoint.families import Family
 from toka_async.checkpoint.json_file import JsonFile
 from toka_async.checkpoint.rope_spec import RopeSpec, read_rope, read_ropes
 
-MOST_HEADS = 65536  # far beyond any model; objects for more would take all memory
+# Far beyond any model; objects for more would take all memory.
+MOST_HEADS = 65536
+LARGEST_HEAD = 65536  # values
 
 
 class ModelScales(msgspec.Struct, frozen=True):
@@ -61,6 +63,8 @@ def read_attentions(file: JsonFile, family: Family, num_layers: int, scales: Mod
     """Returns each layer's."""
     if file.fields.get("use_bidirectional_attention") in (True, "all"):
         raise file.error("use_bidirectional_attention", "is set: tokens that see later ones are not supported")
+    if not file.flag("is_causal", True):
+        raise file.error("is_causal", "is false: tokens that see later ones are not supported")
     num_heads, num_kv_heads, head_dim = _read_heads(file, family)
     alike = AttentionSpec(
         num_heads=num_heads,
@@ -121,9 +125,10 @@ def _read_global(file: JsonFile, attention: AttentionSpec, layer: int) -> Attent
     num_kv_heads, head_dim = attention.num_kv_heads, attention.head_dim
     if file.has("per_layer_config"):  # as transformers saves it
         own = file.section("per_layer_config").section(str(layer))
-        num_kv_heads, head_dim = own.integer("num_key_value_heads", num_kv_heads), own.integer("head_dim", head_dim)
+        num_kv_heads = own.integer("num_key_value_heads", num_kv_heads)
+        head_dim = own.integer("head_dim", head_dim, most=LARGEST_HEAD)
     else:
-        head_dim = file.integer("global_head_dim", 512)
+        head_dim = file.integer("global_head_dim", 512, most=LARGEST_HEAD)
         if values_are_keys:
             num_kv_heads = file.integer("num_global_key_value_heads", num_kv_heads)
     if attention.num_heads % num_kv_heads:
@@ -157,7 +162,7 @@ def _find_ropes(file: JsonFile, family: Family, num_layers: int) -> list[bool]:
     if listed is None:
         interval = file.integer("no_rope_layer_interval", 4)
         return [(layer + 1) % interval != 0 for layer in range(num_layers)]
-    if not isinstance(listed, list) or len(listed) != num_layers or not set(listed) <= {0, 1}:
+    if not isinstance(listed, list) or len(listed) != num_layers or not all(each in (0, 1) for each in listed):
         raise file.error(
             "no_rope_layers", f"must be a list of num_hidden_layers ({num_layers}) entries, 0 without a rope"
         )
@@ -176,11 +181,13 @@ def _read_heads(file: JsonFile, family: Family) -> tuple[int, int, int]:
     if "head_dim" not in file.fields and family.head_dim:
         head_dim = family.head_dim
     elif file.has("head_dim"):
-        head_dim = file.integer("head_dim")
+        head_dim = file.integer("head_dim", most=LARGEST_HEAD)
     elif hidden % heads:
         raise file.error("hidden_size", f"({hidden}) is not a multiple of num_attention_heads ({heads}); set head_dim")
     else:
         head_dim = hidden // heads
+    if head_dim > LARGEST_HEAD:
+        raise file.error("hidden_size", f"({hidden}) makes heads of {head_dim}: expected at most {LARGEST_HEAD}")
     if head_dim % 2:
         raise file.error("head_dim", f"is {head_dim}: rotary position embeddings need an even number")
     return heads, kv_heads, head_dim

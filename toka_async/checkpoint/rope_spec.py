@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from toka_async.checkpoint.json_file import JsonFile
+from toka_async.checkpoint.json_file import LARGEST, JsonFile
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 _LONG_NAMES = ("su", "yarn")  # what Phi-3's configurations call longrope as well
@@ -59,9 +59,9 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     def max_context(self, max_positions: int) -> int:
         """Returns the tokens of a sequence; linear and yarn stretch `max_position_embeddings`."""
         if self.kind == "linear":
-            return int(max_positions * self.factor)
+            return int(min(max_positions * self.factor, LARGEST))
         if self.kind == "yarn":
-            return max(max_positions, int(self.original_max_position * self.factor))
+            return max(max_positions, int(min(self.original_max_position * self.factor, LARGEST)))
         return max_positions
 
 

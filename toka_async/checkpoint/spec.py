@@ -240,6 +240,8 @@ def _find_text_part(file: JsonFile) -> tuple[JsonFile, str]:
     Of a model with other parts these are the fields of `text_config`, and what only the whole has.
     """
     name = file.text("model_type")
+    if name == "mistral" and file.has("layer_types"):  # windows are by layer; transformers takes it so, too
+        return file, "ministral"
     if name not in TEXT_PARTS:
         return file, name
     text = file.section("text_config")

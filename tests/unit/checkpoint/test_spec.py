@@ -137,6 +137,13 @@ def test_mistral_windows(tmp_path: Path) -> None:
     assert read(tmp_path, sliding_window=7).windows == (0,) * 3  # llama has none
 
 
+def test_mistral_with_kinds_of_layers_is_ministral(tmp_path: Path) -> None:
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    spec = read(tmp_path, model_type="mistral", sliding_window=7, layer_types=kinds)
+    assert (spec.family, spec.windows) == ("ministral", (0, 7, 0))
+    assert read(tmp_path, model_type="mistral", sliding_window=7, layer_types=None).family == "mistral"
+
+
 def test_both_spellings(tmp_path: Path) -> None:
     old = read(tmp_path, rope_theta=5e5, rope_scaling=LLAMA3_ROPE, torch_dtype="bfloat16", max_position_embeddings=256)
     both = LLAMA3_ROPE | {"rope_theta": 5e5}
@@ -167,6 +174,8 @@ def test_stretched_contexts(tmp_path: Path) -> None:
     assert read(tmp_path, rope_scaling=yarn, max_position_embeddings=300).max_context == 300
     absent = read(tmp_path, rope_scaling={"type": "yarn", "factor": 2.0}, max_position_embeddings=50)
     assert (absent.ropes[0].original_max_position, absent.max_context) == (50, 100)
+    for scaling in ({"type": "linear", "factor": 1e308}, yarn | {"factor": 1e308}):
+        assert read(tmp_path, rope_scaling=scaling).max_context == 2**31 - 1
     outside = read(tmp_path, rope_scaling=yarn, original_max_position_embeddings=32)
     assert outside.ropes[0].original_max_position == 32
 
@@ -276,6 +285,10 @@ def test_end_tokens(tmp_path: Path) -> None:
         ({"num_key_value_heads": 4}, "num_attention_heads (6) is not a multiple of num_key_value_heads (4)"),
         ({"hidden_size": 50}, "hidden_size (50) is not a multiple of num_attention_heads (6); set head_dim"),
         ({"head_dim": 7}, "head_dim is 7: rotary position embeddings need an even number"),
+        ({"head_dim": 65538}, "head_dim is 65538: expected an integer of at most 65536"),
+        ({"hidden_size": 6 * 65538}, "hidden_size (393228) makes heads of 65538: expected at most 65536"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000"),
+        ({"eos_token_id": 2**31}, "eos_token_id is 2147483648: expected a token id"),
         ({"hidden_act": "relu6"}, "hidden_act 'relu6' is not supported; supported: silu, gelu"),
         ({"torch_dtype": "int8"}, "torch_dtype 'int8' is not supported; supported: float32, bfloat16, float16"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config (awq) is not supported"),
@@ -294,8 +307,10 @@ def test_end_tokens(tmp_path: Path) -> None:
         ({"model_type": "ministral3", "rope_parameters": {"rope_type": "default"}}, "rope_type 'default' is not"),
         ({"model_type": "olmo3", "rope_parameters": {"rope_theta": 1e4}}, "rope_parameters must have the sections"),
         ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers must be a list of"),
+        ({"model_type": "smollm3", "no_rope_layers": [[], 1, 0]}, "no_rope_layers must be a list of"),
         ({"model_type": "ernie4_5", "use_bias": True}, "use_bias is True: supported: 0"),
         ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling is 0: expected a positive number"),
+        ({"is_causal": False}, "is_causal is false: tokens that see later ones are not supported"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention is set"),
         (
             GEMMA4 | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 9},
