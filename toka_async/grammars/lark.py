@@ -65,7 +65,12 @@ def write_text(text: str) -> str:
 
 
 def write_regex(pattern: str) -> str:
-    """Writes the texts that a regular expression matches as a whole; its syntax is that of Rust's crate `regex`."""
+    """Writes the texts that a regular expression matches as a whole; its syntax is that of Rust's crate `regex`.
+
+    Raises GrammarError for what the library would take for another expression; it names other mistakes itself.
+    """
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+        raise GrammarError("it ends with a backslash that escapes nothing")
     from llguidance import regex_to_lark
 
     return f"/{regex_to_lark(pattern)}/"

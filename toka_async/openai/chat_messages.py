@@ -26,7 +26,12 @@ _PART = {
     "additionalProperties": False,
 }
 _CONTENT: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
-_CALL = {"type": "object", "properties": {"function": {"type": "object"}}, "required": ["function"]}
+_FUNCTION = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "arguments": {"type": ["string", "object", "null"]}},
+    "required": ["name"],
+}
+_CALL = {"type": "object", "properties": {"function": _FUNCTION}, "required": ["function"]}
 _TEXTS: dict[str, Any] = {name: {"type": ["string", "null"]} for name in STRING_FIELDS}
 _TEXTS |= {name: {"enum": [*values, None]} for name, values in NEUTRAL.items()}
 MESSAGE: dict[str, Any] = {  # the schema of a message
@@ -119,13 +124,16 @@ def parse_tool_calls(calls: Any, where: str) -> list[Message]:
 def parse_tool_call(call: Any, where: str) -> Message:
     if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
         raise make_type_error(where, "must be an object with a 'function' object", call)
+    require_string(function.get("name"), f"{where}.function.name")
     place = f"{where}.function.arguments"
-    if not isinstance(text := function.get("arguments"), str):
-        return call
-    try:
-        arguments = msgspec.json.decode(text or "{}")
-    except (msgspec.DecodeError, RecursionError, UnicodeError):
-        raise bad_request(f"'{place}' must be JSON", param=place) from None
+    arguments = function.get("arguments")
+    if arguments is None:
+        arguments = {}
+    elif isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments or "{}")
+        except (msgspec.DecodeError, RecursionError, UnicodeError):
+            raise bad_request(f"'{place}' must be JSON", param=place) from None
     if not isinstance(arguments, dict):
         raise bad_request(f"'{place}' must be a JSON object", param=place)
     return {**call, "function": {**function, "arguments": arguments}}

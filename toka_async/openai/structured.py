@@ -18,6 +18,14 @@ from toka_async.openai.requests import GenerationFields, OutputFormat, Structure
 from toka_async.openai.structural_tags import write_structural_tag
 
 MAX_GRAMMAR = 1 << 19  # characters
+# Fields of `response_format`, and the type that has them.
+FIELD_TYPES = {"json_schema": "json_schema"} | dict.fromkeys(("format", "structures", "triggers"), "structural_tag")
+# Fields of `structured_outputs` that change how JSON is written, and the kinds that they change.
+JSON_OPTIONS = {
+    "whitespace_pattern": ("json", "json_object"),
+    "disable_any_whitespace": ("json", "json_object"),
+    "disable_additional_properties": ("json",),
+}
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -43,12 +51,17 @@ def find_grammar(
     Raises ApiError: 400, which names the field; 501 without the library.
     """
     wanted: dict[str, Any] = {}
-    if fields.response_format is not None and fields.response_format.type != "text":
-        wanted["response_format"] = fields.response_format
+    if fields.response_format is not None:
+        check_type(fields.response_format)
+        if fields.response_format.type != "text":
+            wanted["response_format"] = fields.response_format
     names = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
     for name in (*names, "json_schema", "regex", "ebnf", "structural_tag"):
         if getattr(fields, name) is not None:
             wanted[name] = getattr(fields, name)
+    if fields.guided_whitespace_pattern is not None and not wanted.keys() & {"guided_json", "json_schema"}:
+        name = "guided_whitespace_pattern"
+        raise bad_request(f"'{name}' needs guided_json or json_schema, whose blanks it says", param=name)
     if not wanted:
         return NO_GRAMMAR
     param, *others = wanted
@@ -98,11 +111,19 @@ def write_wish(fields: GenerationFields, param: str, wish: Any) -> str:
         case "guided_json" | "json_schema":
             return write_schema(wish, param, spacing)
         case "guided_regex" | "regex":
-            return make_grammar(write_regex(wish))
+            return write_own_regex(wish, param)
         case "guided_choice":
             return make_grammar(write_choice(wish))
         case _:
             return read_own_grammar(wish, param)
+
+
+def check_type(wish: OutputFormat) -> None:
+    """Raises ApiError (400) for a field that the format's type does not have."""
+    for name, owner in FIELD_TYPES.items():
+        if wish.type != owner and getattr(wish, name) is not None:
+            param = f"response_format.{name}"
+            raise bad_request(f"'{param}' needs the type '{owner}', got '{wish.type}'", param=param)
 
 
 def write_response_format(wish: OutputFormat) -> str:
@@ -132,7 +153,7 @@ def write_structured_outputs(wish: StructuredOutputs) -> str:
         case "json_object":
             return make_grammar(write_json(ANY_OBJECT, strict=True, options=spacing))
         case "regex":
-            return make_grammar(write_regex(value))
+            return write_own_regex(value, f"{where}.regex")
         case "choice":
             return make_grammar(write_choice(value))
         case _:
@@ -140,12 +161,20 @@ def write_structured_outputs(wish: StructuredOutputs) -> str:
 
 
 def choose_kind(wish: StructuredOutputs) -> tuple[str, Any]:
-    """The one kind that is given, and its value. Raises ApiError (400)."""
+    """The one kind that is given, and its value. Raises ApiError (400), also for options that it does not have."""
     where, names = "structured_outputs", ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
     given = {name: value for name in names if (value := getattr(wish, name)) is not None and value is not False}
     if len(given) != 1:
         raise bad_request(f"'{where}' must have exactly one of {', '.join(names)}", param=where)
-    return next(iter(given.items()))
+    kind, wanted = next(iter(given.items()))
+    for option, kinds in JSON_OPTIONS.items():
+        if getattr(wish, option) and kind not in kinds:
+            param = f"{where}.{option}"
+            raise bad_request(f"'{param}' needs {' or '.join(kinds)}, got {kind}", param=param)
+    if wish.whitespace_pattern is not None and wish.disable_any_whitespace:
+        param = f"{where}.whitespace_pattern"
+        raise bad_request(f"'{param}' and disable_any_whitespace both say which blanks are allowed", param=param)
+    return kind, wanted
 
 
 def write_schema(wish: Any, param: str, spacing: Mapping[str, Any]) -> str:
@@ -162,6 +191,13 @@ def read_schema(wish: Any, param: str) -> Mapping[str, Any] | bool:
     if not isinstance(wish, dict | bool):
         raise bad_request(f"'{param}' must be a JSON schema: an object", param=param)
     return wish
+
+
+def write_own_regex(pattern: str, param: str) -> str:
+    try:
+        return make_grammar(write_regex(pattern))
+    except GrammarError as error:
+        raise bad_request(f"'{param}': {error}", param=param) from None
 
 
 def read_own_grammar(wish: str, param: str) -> str:

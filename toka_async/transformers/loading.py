@@ -17,6 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toka_async.checkpoint.json_file import ModelError
+from toka_async.checkpoint.spec import MOST_LAYERS
 
 # Kinds of rotary positions whose frequencies depend on a sequence's length, beyond the original context.
 CHANGING_ROPES = ("dynamic", "longrope")
@@ -37,6 +38,9 @@ def read_config(model_dir: Path, trust_remote_code: bool) -> Any:
         raise refuse(config, "it is an encoder-decoder")
     if config.get_text_config() is not config:
         raise refuse(config, "it has parts beside text")
+    num_layers = getattr(config, "num_hidden_layers", None)
+    if isinstance(num_layers, int) and num_layers > MOST_LAYERS:  # building them would take hours
+        raise refuse(config, f"num_hidden_layers is {num_layers}: expected at most {MOST_LAYERS}")
     return config
 
 
@@ -86,6 +90,8 @@ def _parameters_on_meta() -> Iterator[None]:
 
 def _explain(error: Exception) -> str:
     """Describes what the library raised in one line."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
+    first, *others = str(error).strip().splitlines() or [type(error).__name__]
+    if first.endswith(":") and others:  # it says which field is wrong, and then how
+        first = f"{first} {others[0].strip()}"
     hint = "; set model.trust_remote_code=true to run the model's own code" if "trust_remote_code" in str(error) else ""
-    return f"cannot build it ({type(error).__name__}: {lines[0]}){hint}"
+    return f"cannot build it ({type(error).__name__}: {first}){hint}"

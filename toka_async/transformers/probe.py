@@ -105,6 +105,8 @@ class AttentionProbe:
         alike = query.shape[0] == 1 and query.shape[2] == key.shape[2] == value.shape[2] == NUM_TOKENS
         if not alike or key.shape[-1] != dim or value.shape[1] != num_kv_heads or value.shape[-1] > dim:
             raise _RefusedError("its attention is not over the keys and values of the step's tokens")
+        if num_heads % num_kv_heads:
+            raise _RefusedError(f"its {num_heads} heads are no multiple of its {num_kv_heads} KV heads")
         scale, sinks = others.get("scaling"), others.get("s_aux")
         if sinks is not None and sinks.shape != (num_heads,):
             raise _RefusedError(f"its attention has sinks of the shape {list(sinks.shape)}, not one for each head")

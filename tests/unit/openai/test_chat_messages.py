@@ -28,7 +28,7 @@ def test_roles_and_nulls() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "parsed"), [('{"a": [1, null]}', {"a": [1, None]}), ("", {}), ({"a": 1}, {"a": 1}), (None, None)]
+    ("given", "parsed"), [('{"a": [1, null]}', {"a": [1, None]}), ("", {}), ({"a": 1}, {"a": 1}), (None, {})]
 )
 def test_arguments_become_objects(given: Any, parsed: Any) -> None:
     call = {"id": "1", "function": {"name": "f", "arguments": given}}
@@ -36,8 +36,20 @@ def test_arguments_become_objects(given: Any, parsed: Any) -> None:
     assert message["tool_calls"] == [{"id": "1", "function": {"name": "f", "arguments": parsed}}]
 
 
-@pytest.mark.parametrize("given", ["[1", "[1]", "5", '{"a": "\\ud800"}', "[" * 10_000])
-def test_arguments_that_are_no_object(given: str) -> None:
+def test_a_call_without_arguments_has_none() -> None:
+    (message,) = parse_messages([{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}])
+    assert message["tool_calls"] == [{"function": {"name": "f", "arguments": {}}}]
+
+
+@pytest.mark.parametrize("function", [{}, {"name": None}, {"name": 5}, {"name": ["f"], "arguments": "{}"}])
+def test_a_call_names_its_function(function: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_messages([{"role": "assistant", "tool_calls": [{"function": function}]}])
+    assert caught.value.param == "messages[0].tool_calls[0].function.name"
+
+
+@pytest.mark.parametrize("given", ["[1", "[1]", "5", '{"a": "\\ud800"}', "[" * 10_000, 5, True, [1]])
+def test_arguments_that_are_no_object(given: Any) -> None:
     call = {"id": "1", "function": {"name": "f", "arguments": given}}
     with pytest.raises(ApiError) as caught:
         parse_messages([{"role": "assistant", "tool_calls": [call]}])

@@ -65,6 +65,8 @@ def test_ranks_divide_what_the_plan_divides(tmp_path: Path) -> None:
         ("doge", {}, "masks of its own"),
         ("hrm_text", {"num_key_value_heads": 2}, "attends several times|times attention"),
         ("llama", {"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantized"),
+        ("llama", {"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000: expected at most 4096"),
+        ("starcoder2", {"num_key_value_heads": 3}, "its 4 heads are no multiple of its 3 KV heads"),
         ("llama", {"num_key_value_heads": 2}, ""),
     ],
 )
@@ -78,6 +80,13 @@ def test_what_cannot_run_is_refused_with_the_reason(
     with pytest.raises(ModelError, match=reason) as raised:
         describe(folder, trust_remote_code=False)
     assert repr(model_type) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_field_of_another_type_is_named_with_what_it_should_be(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "starcoder2", **SMALL, "hidden_size": "32"}))
+    with pytest.raises(ModelError, match=r"'hidden_size': TypeError: .*expected int, got str") as raised:
+        describe(tmp_path, trust_remote_code=False)
     assert "\n" not in str(raised.value)
 
 
