@@ -26,6 +26,9 @@ JSON_OPTIONS = {
     "disable_any_whitespace": ("json", "json_object"),
     "disable_additional_properties": ("json",),
 }
+LOWER_BOUNDS = frozenset(("minimum", "exclusiveMinimum"))
+UPPER_BOUNDS = frozenset(("maximum", "exclusiveMaximum"))
+DATA = ("const", "enum", "default", "examples")  # keywords whose values are no schemas
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -133,6 +136,8 @@ def write_response_format(wish: OutputFormat) -> str:
     if wish.json_schema is None:
         raise bad_request(f"'{param}' is missing", param=param)
     schema = read_schema(wish.json_schema.wanted, f"{param}.schema")
+    if wish.json_schema.strict:
+        check_bounds(schema, f"{param}.schema")
     return make_grammar(write_json(schema, strict=wish.json_schema.strict))
 
 
@@ -147,6 +152,7 @@ def write_structured_outputs(wish: StructuredOutputs) -> str:
     match name:
         case "json":
             schema = read_schema(value, f"{where}.json")
+            check_bounds(schema, f"{where}.json")
             if wish.disable_additional_properties:
                 schema = close_objects(schema)
             return make_grammar(write_json(schema, strict=True, options=spacing))
@@ -178,7 +184,9 @@ def choose_kind(wish: StructuredOutputs) -> tuple[str, Any]:
 
 
 def write_schema(wish: Any, param: str, spacing: Mapping[str, Any]) -> str:
-    return make_grammar(write_json(read_schema(wish, param), strict=True, options=spacing))
+    schema = read_schema(wish, param)
+    check_bounds(schema, param)
+    return make_grammar(write_json(schema, strict=True, options=spacing))
 
 
 def read_schema(wish: Any, param: str) -> Mapping[str, Any] | bool:
@@ -191,6 +199,30 @@ def read_schema(wish: Any, param: str) -> Mapping[str, Any] | bool:
     if not isinstance(wish, dict | bool):
         raise bad_request(f"'{param}' must be a JSON schema: an object", param=param)
     return wish
+
+
+def check_bounds(schema: Any, param: str) -> None:
+    """Raises ApiError (400) for a bound of integers that the library would loosen.
+
+    It computes bounds as floats of 64 bits, and then as integers of as many. A tighter one, such as 2^63 - 1 for
+    2^64 - 1, allows nothing that the schema forbids.
+    """
+    if isinstance(schema, list):
+        for each in schema:
+            check_bounds(each, param)
+    if not isinstance(schema, dict):
+        return
+    for key, value in schema.items():
+        if isinstance(value, int) and key in LOWER_BOUNDS | UPPER_BOUNDS:
+            used = fit_integer(int(float(fit_integer(value))))
+            if used < value if key in LOWER_BOUNDS else used > value:
+                raise bad_request(f"'{param}': {key} {value} cannot be enforced: it would be {used}", param=param)
+        elif key not in DATA:
+            check_bounds(value, param)
+
+
+def fit_integer(value: int) -> int:
+    return max(-(1 << 63), min(value, (1 << 63) - 1))
 
 
 def write_own_regex(pattern: str, param: str) -> str:
@@ -213,9 +245,7 @@ def close_objects(schema: Any) -> Any:
         return [close_objects(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {
-        key: value if key in ("const", "enum", "default") else close_objects(value) for key, value in schema.items()
-    }
+    closed = {key: value if key in DATA else close_objects(value) for key, value in schema.items()}
     if schema.keys() & {"properties", "patternProperties"}:
         closed.setdefault("additionalProperties", False)
     return closed

@@ -9,7 +9,7 @@ from toka_async.openai import structured
 from toka_async.openai.errors import ApiError
 from toka_async.openai.parse import parse_fields
 from toka_async.openai.requests import CompletionRequest
-from toka_async.openai.structured import MAX_GRAMMAR, OutputGrammar, close_objects, find_grammar
+from toka_async.openai.structured import MAX_GRAMMAR, OutputGrammar, check_bounds, close_objects, find_grammar
 
 LIST = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
 
@@ -54,6 +54,20 @@ def test_each_field_makes_its_grammar(fields: dict[str, Any], right: str, wrong:
     assert not matches(grammar.text, wrong)
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"minimum": -(2**63), "maximum": 2**63 - 1},
+        {"maximum": 2**64 - 1},
+        {"minimum": 2**53, "maximum": 1e300},
+        {"enum": [{"minimum": 10**30}]},
+        {"properties": {"minimum": {"type": "integer"}}},
+    ],
+)
+def test_bounds_that_allow_nothing_more_are_taken(schema: dict[str, Any]) -> None:
+    check_bounds(schema, "guided_json")
+
+
 def test_only_openais_field_is_lenient_and_only_without_strict() -> None:
     def ask(**more: Any) -> str:
         return find(response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": LIST, **more}}).text
@@ -83,6 +97,9 @@ def test_objects_are_closed_only_where_they_name_properties() -> None:
         ({"guided_json": [1]}, "guided_json"),
         ({"guided_grammar": "root ::= ((("}, "guided_grammar"),
         ({"regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"json_schema": {"minimum": 10**30}}, "json_schema"),
+        ({"guided_json": {"properties": {"a": {"anyOf": [{"minimum": 2**53 + 1}]}}}}, "guided_json"),
+        ({"structured_outputs": {"json": {"items": {"exclusiveMaximum": -(2**63) - 1}}}}, "structured_outputs.json"),
         ({"regex": "a\\\\\\"}, "regex"),
         ({"structured_outputs": {"regex": "\\"}}, "structured_outputs.regex"),
         ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
