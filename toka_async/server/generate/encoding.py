@@ -18,7 +18,7 @@ from toka_async.text.tokenizer import Tokenizer
 
 GROUP = 1 << 18  # characters that are tokenized at once, if they are of more than one text
 LONG = GROUP  # characters of texts for which others should not wait
-SHORT = 4096  # characters that take the event loop a millisecond or two
+SHORT = 4096  # characters that take the event loop two or three milliseconds
 
 Item = tuple[str, bool]  # a text; whether special tokens are added
 
