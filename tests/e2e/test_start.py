@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -137,8 +138,9 @@ def test_requests_load_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """What a process would load for its first request is loaded by the time that it serves."""
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     with serving(tmp_path, "model.device=cpu") as server:
-        # Threads of the server and of the rank prepare for grammars.
-        wait_until(lambda: server.said().count("| llguidance\n") == 2)
+        # Threads of the server and of the rank prepare for grammars. Python counts the depth of imports over all
+        # threads of a process, so the name is indented where another thread imports at that moment.
+        wait_until(lambda: len(re.findall(r"\| +llguidance\n", server.said())) == 2, server.said)
         before = server.said()
         assert "import time:" in before
         assert list(server.stream("/v1/completions", prompt="Question", max_tokens=8))
