@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 EXTRA = "structured output needs llguidance: pip install 'toka-async[structured]'"
 LONGEST_ERROR = 500  # characters
-# Tokens of blanks and of strings' texts, by their length. Those of a class that a grammar allows as a whole are allowed
-# at once, others are tried one by one. With so many classes, few are tried near the `maxLength` of a string.
-TEXT_LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 30)
+# Tokens of blanks, of strings' texts by their length, and of what stands before the @ of an address. Those of a class
+# that a grammar allows as a whole are allowed at once, others are tried one by one: few near the `maxLength` of a string.
+# Each class is asked at every mask, so they are few.
+TEXT_LENGTHS = (2, 4, 6, 10, 16, 30)
 TOKEN_CLASSES = [
     r"[\x20\x0A\x0D\x09]+",
     *(r'[^"\\\x00-\x1F\x7F]' + count for count in (*(f"{{1,{most}}}" for most in TEXT_LENGTHS), "+")),
-    r"[a-zA-Z0-9]{1,16}",  # for addresses and names
+    "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]{1,16}",
 ]
 _EXCERPT = re.compile(r"\n\s*\d+ \| .*|<backtrace>.*", re.DOTALL)  # the grammar's lines around an error
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")

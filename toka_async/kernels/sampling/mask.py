@@ -8,8 +8,9 @@ from torch import Tensor
 
 from toka_async.kernels.sampling.row import INF, MASKED
 
+_WORD = 32  # ids of a word of a mask
 _PARTS = 8  # programs of a row
-_BLOCK = 2048  # ids that a program looks at together
+_BLOCK = 128  # words that a program looks at together
 
 
 def apply_masks(logits: Tensor, slots: Tensor, flags: Tensor, masks: Tensor) -> None:
@@ -21,9 +22,9 @@ def apply_masks(logits: Tensor, slots: Tensor, flags: Tensor, masks: Tensor) -> 
         masks: int32 [num_slots, ceil(vocab / 32)], contiguous: a bit for each id, lowest first.
     """
     num_rows, vocab = logits.shape
-    assert masks.shape[1] == triton.cdiv(vocab, 32)
+    assert masks.shape[1] == triton.cdiv(vocab, _WORD)
     if num_rows:
-        part = triton.cdiv(triton.cdiv(vocab, _PARTS), _BLOCK) * _BLOCK
+        part = triton.cdiv(triton.cdiv(masks.shape[1], _PARTS), _BLOCK) * _BLOCK
         mask_part[(num_rows, _PARTS)](
             logits,
             slots,
@@ -34,6 +35,7 @@ def apply_masks(logits: Tensor, slots: Tensor, flags: Tensor, masks: Tensor) -> 
             num_words=masks.shape[1],
             part=part,
             block=_BLOCK,
+            word=_WORD,
             num_warps=8,
         )
 
@@ -49,19 +51,26 @@ def mask_part(
     num_words: tl.constexpr,
     part: tl.constexpr,
     block: tl.constexpr,
+    word: tl.constexpr,
 ):
-    """A program masks `part` ids of a row."""
+    """A program masks the ids of `part` words of a row."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_at + row)
     if (tl.load(flags_at + slot) & MASKED) != 0:
-        start = tl.program_id(1) * part
-        end = tl.minimum(start + part, vocab)
-        while start < end:
-            ids = start + tl.arange(0, block)
-            words = tl.load(masks_at + slot * num_words + ids // 32, mask=ids < end, other=-1)
-            forbidden = (((words >> (ids & 31)) & 1) == 0) & (ids < end)
-            nothing = tl.full((block,), -INF, tl.float32)
-            tl.store(
-                logits_at + row * stride + ids, nothing.to(logits_at.dtype.element_ty), mask=forbidden & (ids < end)
-            )
-            start += block
+        first = tl.program_id(1) * part
+        end = tl.minimum(first + part, num_words)
+        bits = tl.arange(0, word)[None, :]
+        while first < end:
+            nth = first + tl.arange(0, block)
+            words = tl.load(masks_at + slot * num_words + nth, mask=nth < end, other=-1)[:, None]
+            ids = nth[:, None] * word + bits
+            # Whole words are skipped where they forbid nothing, and not read where they allow nothing. A condition of
+            # a word is one of all its ids, so that a thread reads and writes several of these at once.
+            some, most = words != 0, words != -1
+            if vocab % word != 0:
+                some, most = some & (ids < vocab), most & (ids < vocab)
+            logits = tl.load(logits_at + row * stride + ids, mask=some & most, other=0.0)
+            allowed = ((words >> bits) & 1) != 0
+            nothing = tl.full((block, word), -INF, tl.float32).to(logits_at.dtype.element_ty)
+            tl.store(logits_at + row * stride + ids, tl.where(allowed, logits, nothing), mask=most)
+            first += block
