@@ -1,21 +1,21 @@
 """Follows rows through their grammars on a rank: which tokens each may draw next.
 
 Threads advance and ask the rows' matchers without the interpreter's lock, each those of its lane (see `originals`).
-Waking a thread takes as long as several rows, so a step wakes each once. Knows slots and token ids; knows no requests
-and no torch.
+Waking a thread, and giving it the interpreter's lock, takes as long as several rows. So a step wakes each once, and all
+that is not the library's work is done before and after, for all rows at once. Knows slots and token ids; knows no
+requests and no torch.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, field
+from itertools import chain, compress, count
 from queue import SimpleQueue
-from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from toka_async.arrays import Bool, Int32, Int64
 from toka_async.grammars.originals import Originals
-from toka_async.grammars.vocabulary import GrammarVocabulary, shorten_error
+from toka_async.grammars.vocabulary import WORD, GrammarVocabulary, shorten_error
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 FEW = 4  # rows; so many take less time than it takes to wake threads
 MOST_THREADS = 16
-WORD = 32  # ids of a word of a mask
 
 
 def count_mask_threads(num_sharing: int) -> int:
@@ -52,30 +51,28 @@ class GrammarRow:
 
 @dataclass(slots=True, frozen=True)
 class _Run:
-    """A lane's rows that go on, as the library takes them: places and slots, int64 and int32 [r].
+    """A lane's rows that go on, as the library takes them: places and slots, int64 and int32 [r]."""
 
-    change: number of the last change of any row when they were found. stopped: int64, places of the lane's other rows.
-    """
-
-    change: int
     places: Int64
     slots: Int32
-    stopped: Int64
     matchers: list[LLMatcher]
-    pairs: list[tuple[LLMatcher, int]]  # with places
+    pairs: list[tuple[LLMatcher, int]]  # with places, of rows that have a token
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class MatchedRows:
     """Rows on their way: slots int32 [r], all different, and which of each slot's rows, int64 [r].
 
-    lanes: int64, the places of each lane's rows. runs: those of each lane that go on, as they were found last.
+    lanes: int64, the places of each lane's rows. runs: those of each lane that go on. new: places of those that have no
+    token. change: number of the last change of any row when they were found.
     """
 
     slots: Int32
     numbers: Int64
     lanes: tuple[Int64, ...]
-    runs: list[_Run | None]
+    runs: list[_Run] = field(default_factory=list)
+    new: list[int] = field(default_factory=list)
+    change: int = -1
 
 
 Drawn = tuple[MatchedRows, Int32]  # rows and the token that each drew
@@ -98,9 +95,7 @@ class RowMatchers:
         self._originals = Originals(vocabulary, num_threads, self._threads)
         self._admitted: dict[int, GrammarRow] = {}  # that have not started
         self._num_rows = 0
-        self._changes = count()  # numbers, also for threads
-        # Number of the last change to which rows exist or go on; stored after the change itself.
-        self._change = next(self._changes)
+        self._change = 0  # number of the last change to which rows exist, go on or have a token
         # By slot.
         self._has_row: Bool = np.zeros(max_seqs, np.bool_)
         self._number: Int64 = np.zeros(max_seqs, np.int64)  # of its row; another one for each
@@ -114,7 +109,7 @@ class RowMatchers:
         ends = np.asarray(sorted(vocabulary.end_ids), np.int64)
         self._end_ids = ends[(ends >= 0) & (ends < vocabulary.num_tokens)]
         self._is_end: Bool = np.isin(np.arange(vocabulary.num_tokens), self._end_ids)
-        self.num_words = -(-vocabulary.num_tokens // WORD)
+        self.num_words = vocabulary.num_words
 
     def __len__(self) -> int:
         return self._num_rows
@@ -127,7 +122,7 @@ class RowMatchers:
         self._has_row[freed] = self._goes_on[freed] = False
         self._matchers[freed] = self._grammar[freed] = None
         self._num_rows -= freed.size
-        self._change = next(self._changes)
+        self._change += 1
 
     def admit(self, rows: Sequence[GrammarRow]) -> None:
         """Takes new rows; the slots are free. They start when they are asked for; grammars are compiled meanwhile."""
@@ -153,7 +148,7 @@ class RowMatchers:
         lanes = self._lane[slots]
         ends = np.cumsum(np.bincount(lanes, minlength=self._num_threads))
         by_lane = np.split(np.argsort(lanes, kind="stable"), ends[:-1])
-        return MatchedRows(slots, self._number[slots], tuple(by_lane), [None] * len(by_lane))
+        return MatchedRows(slots, self._number[slots], tuple(by_lane))
 
     def advance(self, rows: MatchedRows, token_ids: Int32) -> None:
         """Advances each row by a token that it drew, unless it has stopped or its slot has another one."""
@@ -163,35 +158,44 @@ class RowMatchers:
         else:
             list(self.fill_parts((), (), (rows, token_ids)))
 
-    def _advance_lane(self, rows: MatchedRows, token_ids: Int32, lane: int) -> None:
-        run = self._find_run(rows, lane)
-        if not run.matchers:
-            return
-        ids = token_ids[run.places]
-        taken = self._executors[lane].consume_token_par(list(zip(run.matchers, ids.tolist(), strict=True)))
-        self._num_tokens[run.slots] += 1
-        is_end = self._is_end[ids]
-        if is_end.any() or not all(taken):
-            self._stop(run.slots[is_end & taken])
-            for slot in run.slots[~np.array(taken)].tolist():
-                self._note_error(slot)
+    def _find_runs(self, rows: MatchedRows) -> list[_Run]:
+        """Finds the rows that have not stopped and still have their slots, by lane. Most steps change none."""
+        if rows.change != self._change:
+            goes_on = self._goes_on[rows.slots] & (self._number[rows.slots] == rows.numbers)
+            has_token = self._num_tokens[rows.slots] > 0
+            rows.new = np.flatnonzero(goes_on & ~has_token).tolist()
+            rows.runs = [self._find_run(rows.slots, places[goes_on[places]], has_token) for places in rows.lanes]
+            rows.change = self._change
+        return rows.runs
 
-    def _find_run(self, rows: MatchedRows, lane: int) -> _Run:
-        """Finds a lane's rows that have not stopped and still have their slots. Most steps change none."""
-        run, change = rows.runs[lane], self._change
-        if run is None or run.change != change:
-            places = rows.lanes[lane]
-            slots = rows.slots[places]
-            goes_on = self._goes_on[slots] & (self._number[slots] == rows.numbers[places])
-            going, slots = places[goes_on], slots[goes_on]
-            matchers: list[LLMatcher] = self._matchers[slots].tolist()
-            pairs = list(zip(matchers, going.tolist(), strict=True))
-            rows.runs[lane] = run = _Run(change, going, slots, places[~goes_on], matchers, pairs)
-        return run
+    def _find_run(self, all_slots: Int32, places: Int64, has_token: Bool) -> _Run:
+        slots = all_slots[places]
+        matchers: list[LLMatcher] = self._matchers[slots].tolist()
+        asked = has_token[places].tolist()
+        pairs = [*compress(zip(matchers, places.tolist(), strict=True), asked)]
+        return _Run(places, slots, matchers, pairs)
+
+    def _note_tokens(self, runs: Sequence[_Run]) -> None:
+        """Notes that rows get a token; `_note_taken` follows."""
+        slots = np.concatenate([run.slots for run in runs])
+        if (self._num_tokens[slots] == 0).any():
+            self._change += 1
+        self._num_tokens[slots] += 1
+
+    def _note_taken(self, runs: Sequence[_Run], token_ids: Int32, taken: Sequence[Sequence[bool]]) -> None:
+        """Notes which rows have stopped or failed. taken: of each run, whether each row's token was allowed."""
+        slots, places = (np.concatenate([getattr(run, name) for run in runs]) for name in ("slots", "places"))
+        is_end, is_taken = self._is_end[token_ids[places]], np.array([*chain(*taken)], np.bool_)
+        if is_end.any() or not is_taken.all():
+            self._stop(slots[is_end & is_taken])
+            for slot in slots[~is_taken].tolist():
+                self._note_error(slot)
 
     def _advance_row(self, slot: int, number: int, token_id: int) -> None:
         if not self._goes_on[slot] or self._number[slot] != number:
             return
+        if not self._num_tokens[slot]:
+            self._change += 1
         self._num_tokens[slot] += 1
         if not self._matchers[slot].consume_token(token_id):
             self._note_error(slot)
@@ -221,6 +225,7 @@ class RowMatchers:
             return
         for rows, masks in zip(parts, self._run_lanes(parts, tables, drawn), strict=True):
             goes_on = self._goes_on[rows.slots]
+            masks[~goes_on] = -1
             held = goes_on & (self._num_tokens[rows.slots] < self._min_tokens[rows.slots])
             suspects = self._find_suspects(np.flatnonzero(goes_on), masks).tolist()
             for place in {*suspects, *np.flatnonzero(held).tolist()}:
@@ -228,51 +233,76 @@ class RowMatchers:
             yield np.flatnonzero(self._has_failed[rows.slots]).tolist()
 
     def _run_lanes(self, parts: Sequence[MatchedRows], tables: Sequence[Int32], drawn: Drawn | None) -> Iterator[Int32]:
-        """Works in the threads of all lanes; yields the masks of each part when they are complete."""
-        every = parts if drawn is None else (*parts, drawn[0])
-        lanes = [lane for lane in range(self._num_threads) if any(rows.lanes[lane].size for rows in every)]
-        left, guard = [len(lanes)] * len(parts), Lock()
-        complete: SimpleQueue[int] = SimpleQueue()
+        """Advances rows and writes masks in the threads of all lanes; yields the masks of each part when all are there.
+
+        Says nothing yet of rows that have stopped or failed.
+        """
+        advanced = [] if drawn is None else self._find_runs(drawn[0])
+        token_ids = np.empty(0, np.int32) if drawn is None else drawn[1]
+        tokens = [[*zip(run.matchers, token_ids[run.places].tolist(), strict=True)] for run in advanced]
+        if advanced:
+            self._note_tokens(advanced)
+        asked = [
+            (masks.ctypes.data, len(masks), self._find_runs(rows)) for rows, masks in zip(parts, tables, strict=True)
+        ]
+        lanes = [
+            lane
+            for lane in range(self._num_threads)
+            if (advanced and tokens[lane]) or any(runs[lane].pairs for _, _, runs in asked)
+        ]
+        taken: list[list[bool]] = [[] for _ in advanced]
+        arrived = [count(1) for _ in parts]
+        complete: SimpleQueue[bool] = SimpleQueue()
+        self._make_executors()
 
         def work(lane: int) -> None:
-            if drawn is not None:
-                self._advance_lane(*drawn, lane)
-            for number, (rows, masks) in enumerate(zip(parts, tables, strict=True)):
-                self._fill_lane(rows, masks, lane)
-                with guard:
-                    left[number] -= 1
-                    if not left[number]:
-                        complete.put(number)
+            executor, size = self._executors[lane], WORD // 8 * self.num_words
+            if advanced and tokens[lane]:
+                taken[lane] = executor.consume_token_par(tokens[lane])
+            for arrive, (address, num_rows, runs) in zip(arrived, asked, strict=True):
+                if runs[lane].pairs:
+                    executor.unsafe_compute_mask_ptr(runs[lane].pairs, address, size, num_rows)
+                if next(arrive) == len(lanes):
+                    complete.put(True)
 
         def note_failure(done: Future[None]) -> None:
             if done.exception() is not None:
-                complete.put(-1)
+                complete.put(False)
 
-        self._make_executors()
         working = [self._threads.submit(work, lane) for lane in lanes]
         for done in working:
             done.add_done_callback(note_failure)
-        for masks in tables:
-            if complete.get() < 0:
+        for rows, masks in zip(parts, tables, strict=True):
+            self._fill_new(rows, masks)
+        for number, masks in enumerate(tables):
+            if lanes and not complete.get():
                 break
+            if advanced and not number:
+                self._note_taken(advanced, token_ids, taken)
             yield masks
         for done in working:
             done.result()
+        if advanced and not parts:
+            self._note_taken(advanced, token_ids, taken)
 
-    def _fill_lane(self, rows: MatchedRows, masks: Int32, lane: int) -> None:
-        run = self._find_run(rows, lane)
-        masks[run.stopped] = -1
-        if run.pairs:
-            size = WORD // 8 * self.num_words
-            self._executors[lane].unsafe_compute_mask_ptr(run.pairs, masks.ctypes.data, size, len(masks))
+    def _fill_new(self, rows: MatchedRows, masks: Int32) -> None:
+        """Writes the masks of rows without a token, which each grammar has once."""
+        places: defaultdict[str, list[int]] = defaultdict(list)
+        for place, grammar in zip(rows.new, self._grammar[rows.slots[rows.new]].tolist(), strict=True):
+            places[grammar].append(place)
+        for grammar, own in places.items():
+            masks[own] = self._originals.get_first_mask(grammar)
 
     def _fill_row(self, slot: int, mask: Int32) -> bool:
         """Returns whether the row has not failed."""
-        if self._goes_on[slot]:
+        if not self._goes_on[slot]:
+            mask.fill(-1)
+        elif self._num_tokens[slot]:
             self._matchers[slot].unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             self._check_mask(slot, mask)
         else:
-            mask.fill(-1)
+            mask[:] = self._originals.get_first_mask(self._grammar[slot])
+            self._check_mask(slot, mask)
         return not self._has_failed[slot]
 
     def _check_mask(self, slot: int, mask: Int32) -> None:
@@ -317,7 +347,7 @@ class RowMatchers:
                 if self._goes_on[row.slot] and not self._matchers[row.slot].consume_tokens(row.generated.tolist()):
                     self._note_error(row.slot)
         self._admitted.clear()
-        self._change = next(self._changes)
+        self._change += 1
 
     def _start(self, rows: Sequence[GrammarRow]) -> None:
         """Gives rows matchers; their grammars are compiled."""
@@ -335,12 +365,12 @@ class RowMatchers:
     def _stop(self, slots: Int32 | int) -> None:
         self._goes_on[slots] = False
         self._matchers[slots] = None
-        self._change = next(self._changes)
+        self._change += 1
 
     def _note_error(self, slot: int) -> None:
         error = shorten_error(self._matchers[slot].get_error()) or "it does not go on"
         self._has_failed[slot], self._goes_on[slot], self._matchers[slot] = True, False, None
-        self._change = next(self._changes)
+        self._change += 1
         logger.warning("a grammar failed after %d tokens: %s", self._num_tokens[slot], error)
         if "panic" in error:  # the library leaves the shared lexer locked: no further row may copy this original
             self._originals.drop(self._grammar[slot], int(self._lane[slot]))

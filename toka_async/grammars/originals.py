@@ -15,6 +15,7 @@ from itertools import cycle, islice
 from time import thread_time
 from typing import TYPE_CHECKING
 
+from toka_async.arrays import Int32
 from toka_async.grammars.lark import GrammarError
 from toka_async.grammars.vocabulary import GrammarVocabulary
 
@@ -32,12 +33,22 @@ LONG = 0.02  # seconds of a processor; a grammar that takes longer is compiled o
 class _Compiled:
     """A grammar's originals, which never advance, by lane, and how many rows it has had.
 
-    is_slow: compiling it took long.
+    first_mask: int32 [num_words], of a row without a token. is_slow: compiling it took long.
     """
 
     originals: dict[int, LLMatcher] = field(default_factory=dict)
+    first_mask: Int32 | None = None
     num_rows: int = 0
     is_slow: bool = False
+
+
+@dataclass(slots=True, frozen=True)
+class _First:
+    """The first original of a grammar, and what is known of it since."""
+
+    original: LLMatcher
+    mask: Int32
+    is_slow: bool
 
 
 class Originals:
@@ -48,7 +59,7 @@ class Originals:
         self._num_lanes = num_lanes
         self._threads = threads
         self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
-        self._under_way: dict[str, Future[tuple[LLMatcher, bool]]] = {}  # first originals, since `expect`
+        self._under_way: dict[str, Future[_First]] = {}  # first originals, since `expect`
         self._next_lane = self._num_copies = 0
 
     def expect(self, grammar: str) -> None:
@@ -68,11 +79,12 @@ class Originals:
                 continue
             under_way = self._under_way.get(grammar)
             try:
-                original, compiled.is_slow = under_way.result() if under_way else self._compile_first(grammar)
+                first = under_way.result() if under_way else self._compile_first(grammar)
             except GrammarError as error:
                 logger.warning("a grammar cannot be used: %s", error)
             else:
-                self._place(compiled, original)
+                compiled.first_mask, compiled.is_slow = first.mask, first.is_slow
+                self._place(compiled, first.original)
         self._under_way.clear()
         for grammar in num_rows:
             compiled = self._compiled[grammar]
@@ -93,15 +105,23 @@ class Originals:
         for lane, original in islice(cycle(originals), first, first + number):
             yield lane, original.deep_copy()
 
+    def get_first_mask(self, grammar: str) -> Int32:
+        """Gets the mask of a row without a token, int32 [num_words]. The grammar has had copies."""
+        first_mask = self._compiled[grammar].first_mask
+        assert first_mask is not None
+        return first_mask
+
     def drop(self, grammar: str, lane: int) -> None:
         """Makes no more copies of an original."""
         if (compiled := self._compiled.get(grammar)) is not None:
             compiled.originals.pop(lane, None)
 
-    def _compile_first(self, grammar: str) -> tuple[LLMatcher, bool]:
-        """Returns an original, and whether that took long. Raises GrammarError."""
+    def _compile_first(self, grammar: str) -> _First:
+        """Compiles an original, and asks a copy for its mask. Raises GrammarError."""
         began = thread_time()
-        return self._vocabulary.compile(grammar), thread_time() - began > LONG
+        original = self._vocabulary.compile(grammar)
+        is_slow = thread_time() - began > LONG
+        return _First(original, self._vocabulary.compute_first_mask(original), is_slow)
 
     def _place(self, compiled: _Compiled, original: LLMatcher) -> None:
         """Gives a grammar's original to a lane that has none of it, in turn."""

@@ -12,6 +12,9 @@ from concurrent.futures import Future
 from threading import Thread
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from toka_async.arrays import Int32
 from toka_async.grammars.lark import GrammarError
 
 if TYPE_CHECKING:
@@ -19,9 +22,9 @@ if TYPE_CHECKING:
 
 EXTRA = "structured output needs llguidance: pip install 'toka-async[structured]'"
 LONGEST_ERROR = 500  # characters
+WORD = 32  # ids of a word of a mask
 # Tokens of blanks, of strings' texts by their length, and of what stands before the @ of an address. Those of a class
-# that a grammar allows as a whole are allowed at once, others are tried one by one: few near the `maxLength` of a string.
-# Each class is asked at every mask, so they are few.
+# that a grammar allows as a whole are allowed at once, others are tried one by one. Every mask asks for each class.
 TEXT_LENGTHS = (2, 4, 6, 10, 16, 30)
 TOKEN_CLASSES = [
     r"[\x20\x0A\x0D\x09]+",
@@ -46,6 +49,7 @@ class GrammarVocabulary:
 
     def __init__(self, read_tokenizer: Callable[[], str], num_tokens: int, end_ids: Sequence[int]) -> None:
         self.num_tokens = num_tokens
+        self.num_words = -(-num_tokens // WORD)
         self.end_ids = frozenset(end_ids)
         self._read_tokenizer = read_tokenizer
         self._tokens: Future[LLTokenizer] = Future()
@@ -67,10 +71,19 @@ class GrammarVocabulary:
 
     def check(self, grammar: str) -> None:
         """Compiles a grammar and computes its first mask. Raises GrammarError."""
-        matcher = self.compile(grammar)
-        matcher.compute_bitmask()
+        self.compute_first_mask(self.compile(grammar))
+
+    def compute_first_mask(self, original: LLMatcher) -> Int32:
+        """Computes the mask of a copy, int32 [num_words]: the bits of ids that are allowed, lowest first.
+
+        Raises GrammarError.
+        """
+        matcher = original.deep_copy()
+        mask = np.empty(self.num_words, np.int32)
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if matcher.is_error():
             raise GrammarError(shorten_error(matcher.get_error()))
+        return mask
 
     def _make(self) -> None:
         try:

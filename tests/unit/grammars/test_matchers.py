@@ -180,19 +180,30 @@ def test_parts_are_filled_in_turn_once_rows_have_advanced(matchers: RowMatchers)
 
 
 def test_an_error_of_a_thread_is_raised(matchers: RowMatchers, monkeypatch: pytest.MonkeyPatch) -> None:
-    slots = start_rows(matchers, ['start: "a"'] * 20)
+    slots = start_rows(matchers, ['start: "ab"'] * 20, generated=encode("a"))
     list_allowed(matchers, slots)
     monkeypatch.setattr(matchers, "_executors", [None] * 2)
     with pytest.raises(AttributeError):
         list_allowed(matchers, slots)
 
 
+def test_rows_without_a_token_share_their_grammars_first_mask(
+    matchers: RowMatchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = ['start: "a"', 'start: "b" | "c"'] * 10
+    slots = start_rows(matchers, grammars)
+    monkeypatch.setattr(matchers, "_executors", [None] * 2)  # nobody is asked
+    a, *b_or_c = (encode(text)[0] for text in "abc")
+    assert list_allowed(matchers, slots) == [[a], sorted(b_or_c)] * 10
+    assert list_allowed(matchers, slots[:2]) == [[a], sorted(b_or_c)], "nor are few rows computed otherwise"
+
+
 def test_no_two_threads_work_at_copies_of_one_original(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads would wait for each other at the lexer that such rows share."""
     matchers = RowMatchers(make_vocabulary(), 64, 4)
-    slots = start_rows(matchers, ['start: "a"', 'start: "b"'] * 20)
+    slots = start_rows(matchers, ['start: "ab"', 'start: "ac"'] * 20, generated=encode("a"))
     list_allowed(matchers, slots)
-    assert Counter(compiled) == {'start: "a"': 3, 'start: "b"': 3}
+    assert Counter(compiled) == {'start: "ab"': 3, 'start: "ac"': 3}
     working: Counter[int] = Counter()
     most: Counter[int] = Counter()
     guard = Lock()
