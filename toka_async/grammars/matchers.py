@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain, compress, count
+from itertools import compress, count
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -90,9 +90,10 @@ class RowMatchers:
     def __init__(self, vocabulary: GrammarVocabulary, max_seqs: int, num_threads: int) -> None:
         self._vocabulary = vocabulary
         self._num_threads = num_threads
-        self._executors: list[LLExecutor] = []  # of each lane; they and the threads are made when they are needed
-        self._threads = ThreadPoolExecutor(num_threads, "masks")
-        self._originals = Originals(vocabulary, num_threads, self._threads)
+        # A lane's thread, and the library's, which does what that one asks for; both are made when they are needed.
+        self._lane_threads = [ThreadPoolExecutor(1, f"masks-{lane}") for lane in range(num_threads)]
+        self._executors: list[LLExecutor] = []
+        self._originals = Originals(vocabulary, num_threads, ThreadPoolExecutor(num_threads, "grammars"))
         self._admitted: dict[int, GrammarRow] = {}  # that have not started
         self._num_rows = 0
         self._change = 0  # number of the last change to which rows exist, go on or have a token
@@ -184,11 +185,13 @@ class RowMatchers:
 
     def _note_taken(self, runs: Sequence[_Run], token_ids: Int32, taken: Sequence[Sequence[bool]]) -> None:
         """Notes which rows have stopped or failed. taken: of each run, whether each row's token was allowed."""
-        slots, places = (np.concatenate([getattr(run, name) for run in runs]) for name in ("slots", "places"))
-        is_end, is_taken = self._is_end[token_ids[places]], np.array([*chain(*taken)], np.bool_)
-        if is_end.any() or not is_taken.all():
-            self._stop(slots[is_end & is_taken])
-            for slot in slots[~is_taken].tolist():
+        is_end = self._is_end[token_ids]
+        for run, allowed in (
+            zip(runs, taken, strict=True) if is_end.any() or any(False in each for each in taken) else ()
+        ):
+            is_taken = np.array(allowed, np.bool_)
+            self._stop(run.slots[is_end[run.places] & is_taken])
+            for slot in run.slots[~is_taken].tolist():
                 self._note_error(slot)
 
     def _advance_row(self, slot: int, number: int, token_id: int) -> None:
@@ -239,26 +242,24 @@ class RowMatchers:
         """
         advanced = [] if drawn is None else self._find_runs(drawn[0])
         token_ids = np.empty(0, np.int32) if drawn is None else drawn[1]
-        tokens = [[*zip(run.matchers, token_ids[run.places].tolist(), strict=True)] for run in advanced]
         if advanced:
             self._note_tokens(advanced)
-        asked = [
-            (masks.ctypes.data, len(masks), self._find_runs(rows)) for rows, masks in zip(parts, tables, strict=True)
-        ]
+        addresses = [(masks.ctypes.data, len(masks)) for masks in tables]
+        asked = [(*table, self._find_runs(rows)) for table, rows in zip(addresses, parts, strict=True)]
         lanes = [
             lane
             for lane in range(self._num_threads)
-            if (advanced and tokens[lane]) or any(runs[lane].pairs for _, _, runs in asked)
+            if (advanced and advanced[lane].matchers) or any(runs[lane].pairs for _, _, runs in asked)
         ]
         taken: list[list[bool]] = [[] for _ in advanced]
         arrived = [count(1) for _ in parts]
         complete: SimpleQueue[bool] = SimpleQueue()
         self._make_executors()
 
-        def work(lane: int) -> None:
+        def work(lane: int, tokens: list[tuple[LLMatcher, int]]) -> None:
             executor, size = self._executors[lane], WORD // 8 * self.num_words
-            if advanced and tokens[lane]:
-                taken[lane] = executor.consume_token_par(tokens[lane])
+            if tokens:
+                taken[lane] = executor.consume_token_par(tokens)
             for arrive, (address, num_rows, runs) in zip(arrived, asked, strict=True):
                 if runs[lane].pairs:
                     executor.unsafe_compute_mask_ptr(runs[lane].pairs, address, size, num_rows)
@@ -269,9 +270,14 @@ class RowMatchers:
             if done.exception() is not None:
                 complete.put(False)
 
-        working = [self._threads.submit(work, lane) for lane in lanes]
-        for done in working:
-            done.add_done_callback(note_failure)
+        working = []
+        for lane in lanes:
+            tokens: list[tuple[LLMatcher, int]] = []
+            if advanced:
+                run = advanced[lane]
+                tokens = [*zip(run.matchers, token_ids[run.places].tolist(), strict=True)]
+            working.append(self._lane_threads[lane].submit(work, lane, tokens))
+            working[-1].add_done_callback(note_failure)
         for rows, masks in zip(parts, tables, strict=True):
             self._fill_new(rows, masks)
         for number, masks in enumerate(tables):
@@ -351,16 +357,38 @@ class RowMatchers:
 
     def _start(self, rows: Sequence[GrammarRow]) -> None:
         """Gives rows matchers; their grammars are compiled."""
+        if not rows:
+            return
         slots, num_rows = [row.slot for row in rows], Counter(row.grammar for row in rows)
-        copies = {grammar: self._originals.copy(grammar, number) for grammar, number in num_rows.items()}
-        copied = [next(copies[row.grammar], (0, None)) for row in rows]
+        dealt = {grammar: self._originals.deal(grammar, number) for grammar, number in num_rows.items()}
+        lanes, originals = zip(*(next(dealt[row.grammar], (0, None)) for row in rows), strict=True)
         self._num_tokens[slots] = [row.generated.size for row in rows]
         self._min_tokens[slots] = [row.min_tokens for row in rows]
         self._grammar[slots] = [row.grammar for row in rows]
-        self._lane[slots] = [lane for lane, _ in copied]
-        self._matchers[slots] = [matcher for _, matcher in copied]
-        self._has_failed[slots] = fails = [matcher is None for _, matcher in copied]
+        self._lane[slots] = lanes
+        self._matchers[slots] = self._copy(lanes, originals)
+        self._has_failed[slots] = fails = [original is None for original in originals]
         self._goes_on[slots] = [not failed for failed in fails]
+
+    def _copy(self, lanes: Sequence[int], originals: Sequence[LLMatcher | None]) -> list[LLMatcher | None]:
+        """Copies originals, many in the threads of their lanes.
+
+        A matcher grows with every token. Where one thread made them all, its allocator's lock would be all lanes' lock.
+        """
+        if len(lanes) <= FEW:
+            return _copy_all(originals)
+        own: defaultdict[int, list[int]] = defaultdict(list)
+        for place, lane in enumerate(lanes):
+            own[lane].append(place)
+        copied = {
+            lane: self._lane_threads[lane].submit(_copy_all, [originals[place] for place in places])
+            for lane, places in own.items()
+        }
+        matchers: list[LLMatcher | None] = [None] * len(lanes)
+        for lane, places in own.items():
+            for place, matcher in zip(places, copied[lane].result(), strict=True):
+                matchers[place] = matcher
+        return matchers
 
     def _stop(self, slots: Int32 | int) -> None:
         self._goes_on[slots] = False
@@ -374,3 +402,7 @@ class RowMatchers:
         logger.warning("a grammar failed after %d tokens: %s", self._num_tokens[slot], error)
         if "panic" in error:  # the library leaves the shared lexer locked: no further row may copy this original
             self._originals.drop(self._grammar[slot], int(self._lane[slot]))
+
+
+def _copy_all(originals: Sequence[LLMatcher | None]) -> list[LLMatcher | None]:
+    return [None if original is None else original.deep_copy() for original in originals]

@@ -60,7 +60,7 @@ class Originals:
         self._threads = threads
         self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
         self._under_way: dict[str, Future[_First]] = {}  # first originals, since `expect`
-        self._next_lane = self._num_copies = 0
+        self._next_lane = self._num_dealt = 0
 
     def expect(self, grammar: str) -> None:
         """Begins to compile a grammar if it is new; `add_rows` follows."""
@@ -95,24 +95,23 @@ class Originals:
         while len(self._compiled) > max(MOST_GRAMMARS, len(num_rows)):
             self._compiled.popitem(last=False)
 
-    def copy(self, grammar: str, number: int) -> Iterator[tuple[int, LLMatcher]]:
-        """Makes matchers for so many rows that were added, each with its lane; none: the grammar cannot be used."""
+    def deal(self, grammar: str, number: int) -> Iterator[tuple[int, LLMatcher]]:
+        """Deals originals to so many rows that were added, each with its lane; none: the grammar cannot be used."""
         originals = [*self._compiled[grammar].originals.items()]
         if not originals:
             return
-        first = self._num_copies % len(originals)
-        self._num_copies += number
-        for lane, original in islice(cycle(originals), first, first + number):
-            yield lane, original.deep_copy()
+        first = self._num_dealt % len(originals)
+        self._num_dealt += number
+        yield from islice(cycle(originals), first, first + number)
 
     def get_first_mask(self, grammar: str) -> Int32:
-        """Gets the mask of a row without a token, int32 [num_words]. The grammar has had copies."""
+        """Gets the mask of a row without a token, int32 [num_words]. The grammar was dealt."""
         first_mask = self._compiled[grammar].first_mask
         assert first_mask is not None
         return first_mask
 
     def drop(self, grammar: str, lane: int) -> None:
-        """Makes no more copies of an original."""
+        """Deals an original no more."""
         if (compiled := self._compiled.get(grammar)) is not None:
             compiled.originals.pop(lane, None)
 

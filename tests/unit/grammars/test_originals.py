@@ -21,7 +21,7 @@ def originals() -> Iterator[Originals]:
 
 
 def list_lanes(originals: Originals, grammar: str, number: int) -> list[int]:
-    return [lane for lane, _ in originals.copy(grammar, number)]
+    return [lane for lane, _ in originals.deal(grammar, number)]
 
 
 def test_a_grammar_is_compiled_once_for_few_rows_and_once_a_lane_for_many(
