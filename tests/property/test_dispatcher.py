@@ -228,6 +228,8 @@ class DispatcherMachine(RuleBasedStateMachine):
             return
         running = [attempt.seed for replica in self.replicas for attempt in replica.attempts]
         assert len(set(running)) == len(running), "a request runs once at a time"
+        joined = [replica.samples for replica in self.replicas if replica.is_joined]
+        assert self.dispatcher._choice.num_samples == sum(joined)
         for replica in self.replicas:
             samples = [attempt.options.n for attempt in replica.attempts]
             assert (replica.samples, replica.requests) == (sum(samples), len(samples))

@@ -158,10 +158,7 @@ class Dispatcher:
             self._begin(request, choice)
 
     def _choose(self, request: PoolRequest) -> DispatchedReplica | None:
-        """The replica that the prefix belongs to while it has room, or any that has."""
-        other = self._choice.find_room(request.samples)
-        owner = None if other is None else self._choice.find_owner(request.key)
-        return owner if owner is not None and owner.fits(request.samples) else other
+        return self._choice.choose(request.key, request.samples)
 
     def _pick(self, replica: DispatchedReplica) -> PoolRequest | None:
         """The oldest request, or the oldest of the replica's own prefixes if that overtakes not too many."""
@@ -209,6 +206,7 @@ class Dispatcher:
         replica.requests += 1
         replica.samples += request.samples
         replica.tokens += request.tokens
+        self._choice.num_samples += request.samples
         self._choice.note(replica)
         replica.begin(request.attempt)
 
@@ -220,6 +218,7 @@ class Dispatcher:
         replica.samples -= request.samples
         replica.tokens -= request.tokens
         if replica.is_joined:
+            self._choice.num_samples -= request.samples
             self._note_room(replica)
         elif not replica.requests:
             replica.note_idle()

@@ -150,6 +150,7 @@ class PoolReplica(DispatchedReplica):
             self._timer.cancel()
         self.max_requests = welcome.credit
         self._most = self._given or max(1, math.ceil(AHEAD * welcome.max_seqs))
+        self.max_running = min(self._most, welcome.max_seqs)
         self._dispatcher.resize(self, self._most)
         self._join()
 

@@ -1,8 +1,9 @@
 """Which replica of a pool gets a request: the prefix's own one, or the one with less to do of two at random.
 
 A prompt's first tokens belong to the replica that rendezvous hashing gives them (Thaler and Ravishankar, 1998), in
-every client alike: so equal prefixes meet in one cache, and a replica that comes or goes moves only its own. The choice
-among two at random (Mitzenmacher, 2001) needs no look at all the others. Knows no sockets and no protocol.
+every client alike: so equal prefixes meet in one cache, and a replica that comes or goes moves only its own. Its load
+is bounded as in consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018). The choice among two
+at random (Mitzenmacher, 2001) needs no look at all the others. Knows no sockets and no protocol.
 """
 
 from __future__ import annotations
@@ -21,16 +22,22 @@ PREFIX = 256  # tokens of a prompt that decide which replica it belongs to, and 
 TOKEN_BYTES = 4  # of a text, in the mean
 FACTOR = 0xBF58476D1CE4E5B9  # spreads 32 bits over 64; a constant of splitmix64
 MASK = (1 << 64) - 1
+BOUND = 1.25  # times the mean of all replicas' samples, up to which a replica gets all requests of its own prefixes
+FEW = 1 / 16  # of the samples that run at once; so many may be above the bound, as they take hardly longer than one
 
 
 class ReplicaRoom:
-    """What a replica may have and what it has. max_samples, max_requests: at once. tokens: prompts and budgets."""
+    """What a replica may have and what it has.
 
-    __slots__ = ("max_requests", "max_samples", "place", "requests", "samples", "tokens", "url")
+    max_samples, max_requests: at once. max_running: samples that it computes at once; others wait there. tokens:
+    prompts and budgets.
+    """
+
+    __slots__ = ("max_requests", "max_running", "max_samples", "place", "requests", "samples", "tokens", "url")
 
     def __init__(self, url: str, max_samples: int = 1, max_requests: int = 1) -> None:
         self.url = url
-        self.max_samples = max_samples
+        self.max_samples = self.max_running = max_samples
         self.max_requests = max_requests
         self.samples = self.requests = self.tokens = 0
         self.place = -1  # among those with room
@@ -46,10 +53,11 @@ R = TypeVar("R", bound=ReplicaRoom)
 
 
 class ReplicaChoice(Generic[R]):
-    """The replicas that may get requests."""
+    """The replicas that may get requests. num_samples: that all of them have."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
+        self.num_samples = 0
         self._replicas: list[R] = []
         self._hashes: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
         self._scores = self._hashes.copy()
@@ -57,11 +65,13 @@ class ReplicaChoice(Generic[R]):
 
     def add(self, replica: R) -> None:
         self._replicas.append(replica)
+        self.num_samples += replica.samples
         self._rehash()
         self.note(replica)
 
     def remove(self, replica: R) -> None:
         self._replicas.remove(replica)
+        self.num_samples -= replica.samples
         self._rehash()
         self._take_out(replica)
 
@@ -73,6 +83,22 @@ class ReplicaChoice(Generic[R]):
             self._with_room.append(replica)
         elif not has_room:
             self._take_out(replica)
+
+    def choose(self, key: int, num_samples: int) -> R | None:
+        """Find room for a request of the prefix: its replica's, unless that has much more to do than others have."""
+        other = self.find_room(num_samples)
+        owner = None if other is None else self.find_owner(key)
+        if other is None or owner is None or not owner.fits(num_samples) or self._is_crowded(owner, num_samples):
+            return other
+        return owner
+
+    def _is_crowded(self, replica: R, num_samples: int) -> bool:
+        """Whether samples would wait there, or there would be many more than at other replicas."""
+        after = replica.samples + num_samples
+        if after <= FEW * replica.max_running or not replica.samples:
+            return False
+        mean = (self.num_samples + num_samples) / len(self._replicas)
+        return after > replica.max_running or after > BOUND * mean
 
     def find_owner(self, key: int) -> R | None:
         """Find the replica that a prefix belongs to, by the `key` that `hash_prefix` makes of it."""
@@ -86,7 +112,9 @@ class ReplicaChoice(Generic[R]):
         with_room, draw = self._with_room, self._random.random
         if not with_room:
             return None
-        one, two = with_room[int(draw() * len(with_room))], with_room[int(draw() * len(with_room))]
+        first = int(draw() * len(with_room))
+        second = first - 1 - int(draw() * (len(with_room) - 1))  # another one, if there is any
+        one, two = with_room[first], with_room[second]
         if two.tokens < one.tokens:
             one, two = two, one
         if one.fits(num_samples):

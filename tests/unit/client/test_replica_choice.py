@@ -78,3 +78,42 @@ def test_only_replicas_with_room_are_found() -> None:
     assert choice.find_room(1) is None
     choice.remove(replicas[0])
     assert choice.find_owner(1) is None
+
+
+def deal(choice: ReplicaChoice[ReplicaRoom], keys: list[int], num_samples: int) -> None:
+    for key in keys:
+        replica = choice.choose(key, num_samples)
+        assert replica is not None
+        replica.samples += num_samples
+        replica.tokens += num_samples
+        choice.num_samples += num_samples
+        choice.note(replica)
+
+
+def test_no_request_waits_for_its_own_replica_while_another_has_rows() -> None:
+    choice, replicas = make_choice(2)
+    for replica in replicas:
+        replica.max_samples, replica.max_running = 5120, 4096
+    deal(choice, make_keys(16), 512)
+    assert [each.samples for each in replicas] == [4096, 4096]
+    deal(choice, make_keys(4), 512)
+    assert [each.samples for each in replicas] == [5120, 5120], "the next ones wait where they will run"
+
+
+def test_one_prefix_of_all_requests_is_bounded_at_its_replica() -> None:
+    choice, replicas = make_choice(10)
+    for replica in replicas:
+        replica.max_running = 640
+    (key,) = make_keys(1)
+    deal(choice, [key] * 40, 1)
+    own = next(each for each in replicas if each.samples)
+    assert own.samples == 40, "so few are no faster elsewhere"
+    deal(choice, [key] * 960, 1)
+    assert 110 <= own.samples <= 125, "the mean is 100"
+    assert min(each.samples for each in replicas) >= 90
+
+
+def test_a_replica_that_is_idle_takes_what_is_its_own() -> None:
+    choice, _ = make_choice(4, max_samples=64)
+    (key,) = make_keys(1)
+    assert choice.choose(key, 500) is choice.find_owner(key), "also more than run at once"
