@@ -36,7 +36,7 @@ MOST_THREADS = 16
 
 def count_mask_threads(num_sharing: int) -> int:
     """Counts the threads in which each of `num_sharing` ranks of a machine makes masks, beside its own."""
-    return max(1, min(MOST_THREADS, (os.cpu_count() or 1) // num_sharing - 3))
+    return max(1, min(MOST_THREADS, (os.cpu_count() or 1) // num_sharing - 2))
 
 
 @dataclass(slots=True, frozen=True)
