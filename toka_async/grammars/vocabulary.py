@@ -9,6 +9,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import cache
 from threading import Thread
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,7 @@ _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 _UNSAID = {"<non-verbose/>": "", "NoExtensionBias": "it has no end, so no output matches it"}
 
 
+@cache
 def is_installed() -> bool:
     return importlib.util.find_spec("llguidance") is not None
 
