@@ -124,6 +124,17 @@ def test_new_prompts_find_nothing_of_older_weights_and_rows_that_run_keep_theirs
     assert engine.driver.received[max(engine.driver.received)].prefilled.cached_tokens > 0  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("shape", ["qwen3", "gpt_oss", "qwen3_5_text"])
+def test_weights_with_nan_leave_nothing_behind(tmp_path: Path, shape: str) -> None:
+    old, new = make_pair(tmp_path, shape)
+    engine = Engine(old)
+    trainer = Trainer(engine)
+    trainer.update([(name, torch.full_like(tensor, torch.nan)) for name, tensor in read_checkpoint(new).items()])
+    engine.run(PROMPTS * 4, max_tokens=40)
+    trainer.update([*read_checkpoint(new).items()])
+    verify(engine, new)
+
+
 @pytest.mark.parametrize("shape", ["phi3", "qwen3_5_text"])
 @pytest.mark.parametrize("page_size", [4, 16])
 def test_samples_that_start_after_an_update_compute_their_prompt_again(

@@ -94,6 +94,13 @@ class Planner:
         slots = (pages[:, None] * self.num_kv_heads + self.heads) * self.page_size + offsets[:, None]
         return slots.flatten()
 
+    def find_foreign(self, block: DenseBlock) -> Tensor | None:
+        """Finds which of the l keys a span does not have: bool [b, 1, l, 1]. None: no attention takes these."""
+        if block.ends is None:
+            return None
+        keys = torch.arange(block.last, device=self.device)
+        return (keys >= block.ends.amax(1, keepdim=True))[:, None, :, None]
+
     def make_bias(self, ends: Tensor, num_keys: int, window: int) -> Tensor:
         """Makes 0 where a query sees a key, -inf elsewhere: [b, 1, t * group, num_keys]."""
         keys = torch.arange(num_keys, device=self.device)

@@ -45,7 +45,8 @@ class KVCache:
     """Keys and values of every layer, each [num_pages, num_kv_heads, page_size, head_dim].
 
     dtype: of queries, and of keys and values before they are stored. scales: of every layer. of_windows: the layers
-    have a window, and the pages are window pages.
+    have a window, and the pages are window pages. is_finite: there is no NaN or infinity in any page; False on a GPU,
+    where the host would have to wait to know.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class KVCache:
             places = iter(torch.split(view_memory(self._memory, device), num_bytes))
             make_zeros = partial(_take_zeros, places, shape, stored.dtype)
         self._is_released = False
+        self.is_finite = device.type == "cpu"
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         for layer in range(num_layers):
@@ -124,6 +126,7 @@ class KVCache:
         for tensor in (*self.keys, *self.values):
             view_numbers(tensor).zero_()
         self._is_released = False
+        self.is_finite = self.device.type == "cpu"
 
     def copy_pages(self, sources: Tensor, targets: Tensor, windows: tuple[Tensor, Tensor] | None = None) -> None:
         """Copies whole pages in all layers. int64 [n] each; all sources are read before a target is written.

@@ -7,6 +7,7 @@ are computed in two parts, prefix and own, merged by their log-sum-exp in float3
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 
 import torch
 import torch.nn.functional as F
@@ -138,13 +139,16 @@ class ReferenceAttention:
         return self.planner.make_bias(block.ends, block.last, plan.window)
 
     def _gather(self, block: DenseBlock, layer: int) -> tuple[Tensor, Tensor]:
-        """Gathers what is stored of the block, [b, kv_heads, last - first, dim] each, until the next gather."""
+        """Gathers what is stored of the block, [b, kv_heads, last - first, dim] each, until the next gather.
+
+        What a span does not have is in pages that others have, or had. It is masked, which does not end NaN.
+        """
         num_heads, dim = self.cache.num_kv_heads, self.cache.head_dim
         width = self.cache.page_size * dim
         if self.key_scratch.numel() < len(block.slices) * width:
             self.key_scratch = self.key_scratch.new_empty(len(block.slices) * width)
             self.value_scratch = torch.empty_like(self.key_scratch)
-        gathered = []
+        gathered, foreign = [], None if self.cache.is_finite else self.planner.find_foreign(block)
         for cache, scratch in (
             (self.cache.keys[layer], self.key_scratch),
             (self.cache.values[layer], self.value_scratch),
@@ -154,7 +158,10 @@ class ReferenceAttention:
                 pages.copy_(view_numbers(cache).view(-1, width).index_select(0, block.slices).view(E4M3))
             else:
                 torch.index_select(cache.view(-1, width), 0, block.slices, out=pages)
-            gathered.append(pages.view(block.size, num_heads, -1, dim)[:, :, block.first : block.last])
+            each = pages.view(block.size, num_heads, -1, dim)
+            if foreign is not None:
+                each.masked_fill_(foreign, 0)
+            gathered.append(each[:, :, block.first : block.last])
         return gathered[0], gathered[1]
 
     def _select_queries(self, block: DenseBlock, query: Tensor) -> Tensor:
@@ -197,6 +204,8 @@ def append_tokens(
     query, key = torch.split(rotate(query_key, rotation), [num_heads, num_kv_heads], dim=1)
     if not num_kv_heads:
         return query
+    if cache.is_finite:
+        cache.is_finite = isfinite(key.sum(dtype=torch.float32) + value.sum(dtype=torch.float32))
     stored = cache.keys[layer], cache.values[layer]
     for target, new, scale in zip(stored, (key, value), cache.scales[layer], strict=True):
         numbers = _store(new, scale) if target.dtype == E4M3 else new

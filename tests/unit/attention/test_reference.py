@@ -183,6 +183,39 @@ def test_a_cache_in_e4m3_equals_one_of_the_numbers_that_it_stands_for(limits: Ti
 
 
 @settings(max_examples=30, deadline=None)
+@given(case=cases, window=st.sampled_from([0, 7]), limits=st.sampled_from([None, GROUPED, ALONE, TINY]))
+def test_numbers_that_a_row_does_not_have_do_not_reach_it(case: Case, window: int, limits: TileLimits | None) -> None:
+    """Those of the last row, which has NaN, and of pages that had some before."""
+    expected = case.attend(window, limits)
+    places = [
+        pages[position // case.page_size] * case.page_size + position % case.page_size
+        for pages, context, _ in case.rows[:-1]
+        for position in range(context)
+    ]
+    is_owned = torch.zeros(case.num_pages * case.page_size, dtype=torch.bool)
+    is_owned[torch.tensor(places, dtype=torch.int64)] = True
+    per_page = is_owned.view(case.num_pages, 1, case.page_size, 1)
+    for stored in (case.cache.keys[0], case.cache.values[0]):
+        stored.masked_fill_(~per_page, torch.nan)
+    own = case.rows[-1][2]
+    case.projected[-own:] = torch.nan
+    output = case.attend(window, limits)
+    assert torch.equal(output[:-own], expected[:-own])
+    assert output[-own:].isnan().all()
+
+
+def test_a_cache_knows_whether_it_is_finite() -> None:
+    case = Case(0, 4, 1, 1, [], [9, 5], [])
+    for value, known in ((0.0, True), (torch.inf, False), (0.0, False)):
+        case.projected[0, -1, 0] = value
+        case.attend(0, None)
+        assert case.cache.is_finite is known
+    case.cache.release()
+    case.cache.restore()
+    assert case.cache.is_finite is True
+
+
+@settings(max_examples=30, deadline=None)
 @given(case=cases, window=st.sampled_from([0, 100]))
 def test_grouped_equals_ungrouped(case: Case, window: int) -> None:
     torch.testing.assert_close(case.attend(window, GROUPED), case.attend(window, ALONE), atol=1e-5, rtol=1e-5)

@@ -182,7 +182,9 @@ def _read_file(path: Path, source: str) -> Iterator[Key]:
         raise ConfigError(f"{source}: {path} has no keys: expected one a line")
     for number, words in rows:
         if words:
-            yield _parse_line(words, number, f"{source}: {path}, line {number}")
+            # The lines of both files have names of their own.
+            name = f"admin-line-{number}" if source == ADMIN else f"line-{number}"
+            yield _parse_line(words, name, f"{source}: {path}, line {number}")
 
 
 def _is_content(word: str) -> bool:
@@ -190,13 +192,16 @@ def _is_content(word: str) -> bool:
     return not word.startswith("#")
 
 
-def _parse_line(words: list[str], number: int, where: str) -> Key:
-    """Parses `KEY [NAME] [max_requests=N] [max_held_tokens=N] [max_waiting=N] [metrics=all]`."""
+def _parse_line(words: list[str], default: str, where: str) -> Key:
+    """Parses `KEY [NAME] [max_requests=N] [max_held_tokens=N] [max_waiting=N] [metrics=all]`.
+
+    default: the name where there is none.
+    """
     text, *rest = words
     sees_all = _SEES_ALL in rest
     rest = [word for word in rest if word != _SEES_ALL]
     is_named = bool(rest) and "=" not in rest[0]
-    name = rest.pop(0) if is_named else f"line-{number}"
+    name = rest.pop(0) if is_named else default
     limits: dict[str, int] = {}
     for word in rest:
         limit, _, value = word.partition("=")

@@ -170,6 +170,19 @@ class EngineControl:
         await self._run_all(ResetPrefixCache(), self._timeout)
         self._replicas.forget_prompts()
 
+    async def restart_requests(self) -> None:
+        """As `reset_prefix_cache`, and rows that run compute their keys and values again. Raises ControlError."""
+        async with self._turn():
+            if self.is_updating:  # it could not be resumed
+                raise ControlError("an update of the weights is open: finish or abandon it first")
+            was_paused = self.is_paused
+            try:
+                await self.pause("retract")
+                await self.reset_prefix_cache()
+            finally:  # also when the client leaves
+                if not was_paused and self.paused == "retract":  # not by somebody else meanwhile
+                    await self.resume()
+
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     async def open_transfer(self, transfer: Transfer, timeout: float | None = None) -> None:

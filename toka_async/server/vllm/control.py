@@ -88,13 +88,7 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
     wire = await read_optional(request, ResetRequest)
     query.flag("reset_external", default=False)  # there is no cache elsewhere
     if wire.reset_running_requests or query.flag("reset_running_requests", default=False):
-        was_paused = control.is_paused
-        try:
-            await control.pause("retract")
-            await control.reset_prefix_cache()
-        finally:  # also when the client leaves
-            if not was_paused:
-                await control.resume()
+        await control.restart_requests()
     else:
         await control.reset_prefix_cache()
     return json_response(Success(success=True))

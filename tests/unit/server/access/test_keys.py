@@ -183,6 +183,14 @@ def test_a_wrong_variable(variable: str) -> None:
     assert FIRST not in str(caught.value)
 
 
+def test_keys_without_names_in_both_files(tmp_path: Path) -> None:
+    api, admin = tmp_path / "api", tmp_path / "admin"
+    api.write_text(f"{FIRST}\n")
+    admin.write_text(f"{SECOND}\n")
+    keys = read_keys(AuthConfig(api_keys=str(api), admin_keys=str(admin)), {})
+    assert [(key.name, key.is_admin) for key in keys.keys] == [("line-1", False), ("admin-line-1", True)]
+
+
 def test_admins(tmp_path: Path) -> None:
     path, now = tmp_path / "admins", [0.0]
     path.write_text(f"{SECOND} trainer\n")

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from tests.cases.requests import make_prompt, make_requests, run_group
 from tests.fakes.scheduler import READY, FakeScheduler
-from toka_async.control import Directory, GroupTransfer, PartSum
+from toka_async.control import Directory, GroupTransfer, PartSum, PauseMode
 from toka_async.messages import Reason
 from toka_async.server.engine.control import ControlError, ControlTimeoutError, EngineControl, add_parts
 from toka_async.server.engine.engine import Engine
@@ -343,6 +343,27 @@ async def test_an_engine_that_is_updated_does_not_fall_asleep_and_keeps_its_requ
     with pytest.raises(ControlError, match="an update of the weights is open"):
         await engine.control.sleep(1)
     assert scheduler.acts == ["BeginUpdate"]
+
+
+async def test_requests_are_not_restarted_during_an_update() -> None:
+    engine, (scheduler,) = make_engine()
+    await engine.control.begin_update()
+    with pytest.raises(ControlError, match="an update of the weights is open"):
+        await engine.control.restart_requests()
+    await engine.control.finish_update("new")
+    assert not engine.control.is_paused
+    assert scheduler.paused is None
+
+
+@pytest.mark.parametrize("others", [None, "keep"])
+async def test_requests_go_on_when_they_are_restarted_unless_others_have_paused_them(others: PauseMode | None) -> None:
+    engine, (scheduler,) = make_engine()
+    restarting = asyncio.create_task(engine.control.restart_requests())
+    await asyncio.sleep(0)
+    if others is not None:
+        await engine.control.pause(others)
+    await restarting
+    assert (engine.control.paused, scheduler.paused) == (others, others)
 
 
 async def test_checksums_are_those_of_all_replicas() -> None:
