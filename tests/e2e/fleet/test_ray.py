@@ -8,10 +8,10 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +34,7 @@ from tests.processes.ray_job import (
     run_job,
     start_job,
 )
-from tests.processes.serving import alive, wait_until_gone
+from tests.processes.serving import alive, free_port, wait_until_gone
 from toka_async.bench.loads.served import list_children
 from toka_async.client import SyncClient
 from toka_async.ray import Fleet, FleetError
@@ -279,37 +279,40 @@ def test_a_mistake_is_reported_with_the_engines_words() -> None:
         assert "exit code 2): toka-async: model.path=/no/such/model" in fleet.list_statuses()[0].problem
 
 
-@pytest.mark.slow
 def test_a_replica_over_two_nodes_starts_again_when_one_is_lost(cluster: Cluster, tmp_path: Path) -> None:
     """By the example for it. Its end ends everything."""
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
-    options = ["--nodes=2", "--gpus=0", "--cpus=0.1", f"--port={port}", "demo", "model.device=simulated"]
-    command = [sys.executable, "configs/deploy/ray_nodes.py", *options, "parallel.pp=2", "server.port=0"]
+    leader, http = (free_port() for _ in range(2))
+    options = ["--nodes=2", "--gpus=0", "--cpus=0.1", f"--port={leader}", "demo", "model.device=simulated"]
+    command = [sys.executable, "configs/deploy/ray_nodes.py", *options, "parallel.pp=2", f"server.port={http}"]
     environment = {**os.environ, "RAY_ADDRESS": cluster.address}
-    log = tmp_path / "log"
+    log, pids = tmp_path / "log", list[int]()
 
-    def says(words: str) -> bool:
+    def is_healthy() -> bool:
         assert program.poll() is None, log.read_text()
-        return words in log.read_text()
+        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{http}/health", timeout=10):
+            return True
+        return False
 
     def find_nodes() -> list[int]:
-        return [pid for pid in list_parents() if f":{port} --index" in read_command(pid)]
+        found = [pid for pid in list_parents() if f":{leader} --index" in read_command(pid)]
+        pids.extend(found)
+        return found
 
     with log.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=file, env=environment) as program:
         try:
-            wait_until(lambda: says("serving demo at"), log.read_text, JOB_SECONDS)
+            wait_until(is_healthy, log.read_text, JOB_SECONDS)
             before = find_nodes()
             assert len(before) == 2
             (agent,) = (pid for pid in before if "--index 1" in read_command(pid))
             os.kill(list_parents()[agent], signal.SIGKILL)
             wait_until_gone([agent])
-            wait_until(lambda: says("replica 0 is back"), log.read_text, JOB_SECONDS)
-            after = find_nodes()
-            assert len({*after} - {*before}) == 1
+            wait_until(lambda: set(find_nodes()) - set(before), log.read_text, JOB_SECONDS)
+            (back,) = set(find_nodes()) - set(before)
+            wait_until(lambda: "rank-0-1" in list_children(back), log.read_text, JOB_SECONDS)
+            wait_until(is_healthy, log.read_text, JOB_SECONDS)
         finally:
             program.kill()
-    wait_until_gone([*before, *after])
+    wait_until_gone(pids)
 
 
 def read_command(pid: int) -> str:
