@@ -13,7 +13,7 @@ import msgspec
 
 from toka_async.config.renamed import GONE, RENAMED
 from toka_async.config.sections import ClusterConfig, Config, Section, SimulatedConfig
-from toka_async.config.text import describe_type, format_value, list_choices, read_meaning
+from toka_async.config.text import describe_type, format_value, list_choices, read_meaning, takes_numbers
 
 SIMILAR = 0.5  # least similarity of a hint, of 1
 
@@ -95,6 +95,11 @@ def list_settings(config: Config) -> dict[str, str]:
 def is_flag(key: str) -> bool:
     """Tells whether the key's value is true or false."""
     return key in _FIELDS and list_choices(_FIELDS[key].type) == ["true", "false"]
+
+
+def is_number(key: str) -> bool:
+    """Tells whether the key's value may be a number."""
+    return key in _FIELDS and takes_numbers(_FIELDS[key].type)
 
 
 def list_sections(config: Config) -> Iterator[tuple[str, Iterator[tuple[str, bool | int | float | str]]]]:

@@ -45,6 +45,15 @@ def list_choices(kind: object) -> list[str]:
     return [str(value) for value in info.values] if isinstance(info, inspect.LiteralType) else []
 
 
+def takes_numbers(kind: object) -> bool:
+    """Tells whether a field takes numbers, perhaps besides words."""
+    info = inspect.type_info(kind)
+    info = info.type if isinstance(info, inspect.Metadata) else info
+    parts = info.types if isinstance(info, inspect.UnionType) else (info,)
+    bare = [part.type if isinstance(part, inspect.Metadata) else part for part in parts]
+    return any(isinstance(part, inspect.IntType | inspect.FloatType) for part in bare)
+
+
 def read_meaning(kind: object) -> str:
     info = inspect.type_info(kind)
     assert isinstance(info, inspect.Metadata), f"{kind} has no description"

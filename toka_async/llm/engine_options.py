@@ -9,15 +9,18 @@ import argparse
 import difflib
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import msgspec
 
 from toka_async.cli.habits import NO_COMPILER, NO_DRAFTS, NO_LORA, OPTIONS
 from toka_async.config import Config, ConfigError, load_config
-from toka_async.config.load import is_flag, list_keys, list_sections
+from toka_async.config.load import is_flag, is_number, list_keys, list_sections
 from toka_async.config.text import format_value
+
+Parser = TypeVar("Parser", bound=argparse._ActionsContainer)
 
 SECTIONS = frozenset(field.name for field in msgspec.structs.fields(Config))
 FOREIGN = (  # beginnings of keys for servers that others use
@@ -84,6 +87,7 @@ INSTEAD: Mapping[str, str] = {  # of "leave it out", for options that the comman
     "tokenizer_revision": "give a directory: tokenizer=DIR, as `hf download --revision` makes it",
     "compilation_config": NO_COMPILER,
     "kv_cache_memory_bytes": 'set cache={"num_tokens": N}, in tokens',
+    **dict.fromkeys(("hf_overrides", "rope_theta"), "change config.json in a copy of the model's directory"),
     "rope_scaling": "leave it out: it is read from config.json",
     "override_generation_config": "give SamplingParams",
     "attention_config": "set attention_backend",
@@ -109,21 +113,40 @@ class EngineArgs:
     def __init__(self, model: str, **options: Any) -> None:
         vars(self).update(options, model=model)
 
-    @staticmethod
-    def add_cli_args(parser: argparse._ActionsContainer) -> None:
-        """Add `--model` and vLLM's other options that are understood here.
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """Make the arguments of a parsed command line, which must have no options of the script's own."""
+        return cls(**vars(args))
 
-        Those that were given are in the parsed arguments, for `LLM(**vars(arguments))`.
+    @staticmethod
+    def add_cli_args(parser: Parser) -> Parser:
+        """Add `--model` and vLLM's other options that are understood here; returns the parser.
+
+        Those that were given are in the parsed arguments, for `LLM(**vars(arguments))`, under the names and with the
+        types that vLLM has for them.
         """
+        first: dict[str, str] = {}  # of the names of a key: short options are given under it
         for option, habit in OPTIONS.items():
-            if not option.startswith("--"):
-                continue
+            name = option.lstrip("-").replace("-", "_")
+            if option.startswith("--"):
+                first.setdefault(habit.key, name)
+            else:
+                name = first[habit.key]
             # Of options without a key it is not known whether they have values; LLM refuses them.
             form: dict[str, Any] = {"action": "store_true"} if habit.value else {}
             form |= {} if habit.key else {"nargs": "?", "const": True}
-            name = option.removeprefix("--").replace("-", "_")
-            form |= {"type": int} if name == "seed" else {}
-            parser.add_argument(option, default=argparse.SUPPRESS, help=habit.key or argparse.SUPPRESS, **form)
+            form |= {"type": read_number} if name == "seed" or (not habit.value and is_number(habit.key)) else {}
+            text = habit.key or argparse.SUPPRESS
+            parser.add_argument(option, dest=name, default=argparse.SUPPRESS, help=text, **form)
+        return parser
+
+
+def read_number(text: str) -> int | float | str:
+    """Read a number of a command line. Other text stays as it is: the configuration says what is wrong with it."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def make_config(model: str, config: Path | str | None, options: Mapping[str, Any]) -> Config:

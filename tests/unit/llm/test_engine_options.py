@@ -60,13 +60,34 @@ def test_engine_args_are_options_for_later() -> None:
 
 def test_a_command_line_has_the_options_that_were_given() -> None:
     parser = argparse.ArgumentParser()
-    EngineArgs.add_cli_args(parser)
+    assert EngineArgs.add_cli_args(parser) is parser
     parser.set_defaults(model="other")
     assert vars(parser.parse_args([])) == {"model": "other"}
     given = vars(parser.parse_args(["--model", "demo", "--max-model-len", "512", "--enforce-eager", "--seed", "3"]))
-    assert given == {"model": "demo", "max_model_len": "512", "enforce_eager": True, "seed": 3}
+    assert given == {"model": "demo", "max_model_len": 512, "enforce_eager": True, "seed": 3}
     made = make_config("demo", None, {name: given[name] for name in ("max_model_len", "enforce_eager")})
     assert (made.model.max_context, made.graphs.enabled) == (512, False)
+
+
+def test_a_command_line_has_the_names_and_types_of_vllm() -> None:
+    """Scripts compute with them before `LLM` gets them."""
+    parser = argparse.ArgumentParser()
+    EngineArgs.add_cli_args(parser.add_argument_group("engine"))
+    words = ["--model=7", "-dp=2", "-tp", "4", "--gpu-memory-utilization=0.5", "--max-model-len", "-1", "--dtype=half"]
+    args = EngineArgs.from_cli_args(parser.parse_args(words))
+    assert vars(args) == {
+        "model": "7",
+        "data_parallel_size": 2,
+        "tensor_parallel_size": 4,
+        "gpu_memory_utilization": 0.5,
+        "max_model_len": -1,
+        "dtype": "half",
+    }
+    options = {name: value for name, value in vars(args).items() if name != "model"}
+    made = make_config("demo", None, options)
+    assert (made.parallel.dp, made.parallel.tp, made.model.max_context) == (2, 4, "auto")
+    with pytest.raises(ConfigError, match=r"parallel\.tp: expected integer from 1, got 'many'"):
+        make_config("demo", None, vars(parser.parse_args(["--tp", "many"])))
 
 
 def test_options_that_only_the_command_line_knows_are_refused_when_they_are_used() -> None:
@@ -134,7 +155,7 @@ def test_what_asks_for_nothing_is_taken(options: dict[str, Any]) -> None:
         ({"logprobs_mode": "raw_logits"}, ["model.logprobs_mode", "raw_logits"]),
         ({"cache": 5}, ["cache: expected its keys", "got 5"]),
         ({"served_model_name": ["a", "b"]}, ["served_model_name: expected one value"]),
-        ({"hf_overrides": {"x": 1}}, ["hf_overrides", "leave it out"]),
+        ({"hf_overrides": {"x": 1}}, ["hf_overrides", "change config.json"]),
         ({"structured_outputs_config": {"backend": "outlines"}}, ["one library for grammars"]),
         ({"enforce_eager": "yes"}, ["enforce_eager", "True or False"]),
         ({"max_num_seqs": "many"}, ["schedule.max_seqs"]),
