@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar
 
+from toka_async.client import Trainer
 from toka_async.client.base_client import BaseClient
 from toka_async.client.results import Event, Result
+from toka_async.control import PauseMode
 from toka_async.llm.engine_options import EngineArgs
 from toka_async.llm.local_engine import LocalEngine, load_tokenizer
 from toka_async.llm.outputs import RequestOutput, StreamedRequest, Submittable
 from toka_async.llm.prompts import PromptType, read_prompt
-from toka_async.llm.refusals import check_arguments
+from toka_async.llm.refusals import check_arguments, explain_missing
 from toka_async.llm.sampling_params import RequestOutputKind, SamplingParams
 
+T = TypeVar("T")
 News = Event | Result | BaseException | None  # None: aborted
 
 
@@ -45,6 +48,12 @@ class AsyncLLM:
         """Start what `AsyncEngineArgs(model=…, …)` says."""
         return cls(**vars(engine_args))
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Refuse vLLM's other methods. Raises AttributeError that says what to do instead."""
+            raise AttributeError(explain_missing("AsyncLLM", name))
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -65,6 +74,45 @@ class AsyncLLM:
     async def get_tokenizer(self) -> Any:
         """Load the model's tokenizer as transformers does. Raises ImportError without transformers."""
         return await asyncio.to_thread(load_tokenizer, self._engine.texts.folder)
+
+    async def pause_generation(
+        self, *, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True
+    ) -> None:
+        """Wait until nothing is computed any more. Requests that come meanwhile wait for `resume_generation`.
+
+        Args:
+            mode: what becomes of running requests: they end with what they have, run to their ends, or stay as they
+                are.
+            clear_cache: let new prompts find nothing of earlier ones, unless requests stay.
+        """
+        await self._command(lambda trainer: trainer.pause(mode))
+        if clear_cache and mode != "keep":
+            await self.reset_prefix_cache()
+
+    async def resume_generation(self) -> None:
+        await self._command(lambda trainer: trainer.resume())
+
+    async def is_paused(self) -> bool:
+        return (await self._command(lambda trainer: trainer.state())).is_paused
+
+    async def reset_prefix_cache(self) -> bool:
+        """Let new prompts find nothing of earlier ones. Raises CommandError if the engine cannot."""
+        await self._command(lambda trainer: trainer.reset_prefix_cache())
+        return True
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Stop computing, and at level 1 give the memory of the cache back; see `LLM.sleep`."""
+        await self._command(lambda trainer: trainer.sleep(level, mode))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again, and go on; see `LLM.wake_up`."""
+        await asyncio.to_thread(self._engine.wake_up, tags)
+
+    async def is_sleeping(self) -> bool:
+        return (await self._command(lambda trainer: trainer.state())).is_asleep
+
+    async def _command(self, give: Callable[[Trainer], Coroutine[Any, Any, T]]) -> T:
+        return await asyncio.to_thread(self._engine.command, give)
 
     async def generate(
         self,

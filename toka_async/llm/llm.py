@@ -30,7 +30,6 @@ from toka_async.llm.sampling_params import SamplingParams
 T = TypeVar("T")
 
 AT_ONCE = 1024  # prompts that are prepared before the engine gets them
-TAGS = ("weights", "kv_cache", "scheduling")  # of what sleeps, in vLLM; weights are always awake here
 NOTHING = RequestOutput("", None, [], None, [], False)
 
 OneOrEach = SamplingParams | Sequence[SamplingParams] | None
@@ -83,7 +82,7 @@ class LLM:
 
         def __getattr__(self, name: str) -> NoReturn:
             """Refuse vLLM's other methods. Raises AttributeError that says what to do instead."""
-            raise AttributeError(explain_missing(name))
+            raise AttributeError(explain_missing("LLM", name))
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("an LLM belongs to its process: make one in each, or start `toka-async serve` for all")
@@ -121,12 +120,7 @@ class LLM:
         Args:
             tags: which parts, of `weights`, `kv_cache` and `scheduling`; None: all. Computing goes on with `kv_cache`.
         """
-        if wrong := [tag for tag in tags or () if tag not in TAGS]:
-            raise ValueError(f"tags: expected some of {', '.join(TAGS)}, got {wrong[0]!r}")
-        if tags is None or "kv_cache" in tags:
-            self.llm_engine.command(lambda trainer: trainer.wake())
-        if not self.llm_engine.command(lambda trainer: trainer.state()).is_asleep:
-            self.llm_engine.command(lambda trainer: trainer.resume())
+        self.llm_engine.wake_up(tags)
 
     def get_tokenizer(self) -> Any:
         """Load the model's tokenizer as transformers does. Raises ImportError without transformers."""

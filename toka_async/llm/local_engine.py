@@ -30,6 +30,7 @@ from toka_async.text.tokenizer import writes_spaces
 from toka_async.text.tokenizer_files import TokenizerError
 
 T = TypeVar("T")
+TAGS = ("weights", "kv_cache", "scheduling")  # of what sleeps, in vLLM; weights are always awake here
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,15 @@ class LocalEngine:
         future = self.start(lambda client: give(Trainer(narrow(client))))
         with self.explaining():
             return future.result()
+
+    def wake_up(self, tags: Sequence[str] | None) -> None:
+        """See `LLM.wake_up`."""
+        if wrong := [tag for tag in tags or () if tag not in TAGS]:
+            raise ValueError(f"tags: expected some of {', '.join(TAGS)}, got {wrong[0]!r}")
+        if tags is None or "kv_cache" in tags:
+            self.command(lambda trainer: trainer.wake())
+        if not self.command(lambda trainer: trainer.state()).is_asleep:
+            self.command(lambda trainer: trainer.resume())
 
     def wait(self, futures: Iterable[Future[None]]) -> None:
         """Wait until all are done, or one has failed. Raises EngineDeadError, and what that one raised."""

@@ -1,4 +1,4 @@
-"""Methods of vLLM's `LLM`, and arguments of them, that the engine has no counterpart for."""
+"""Methods of vLLM's `LLM` and `AsyncLLM`, and arguments of them, that the engine has no counterpart for."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ MISSING = {
     "get_metrics": "not supported; `toka-async serve` has metrics",
     **dict.fromkeys(("start_profile", "stop_profile"), "not supported"),
     "set_tokenizer": "give LLM(tokenizer=…)",
+    **dict.fromkeys(("add_lora", "remove_lora", "list_loras", "pin_lora"), KNOWN["lora_request"]),
+    "scale_elastic_ep": "not supported",
 }
 
 
-def explain_missing(name: str) -> str:
-    """Explain why `LLM` has no such attribute."""
+def explain_missing(owner: str, name: str) -> str:
+    """Explain why `LLM` or `AsyncLLM`, the owner, has no such attribute."""
     reason = MISSING.get(name)
-    return f"'LLM' object has no attribute {name!r}" if reason is None else f"LLM.{name}: {reason}"
+    return f"{owner!r} object has no attribute {name!r}" if reason is None else f"{owner}.{name}: {reason}"
 
 
 def check_arguments(others: Mapping[str, Any]) -> None:

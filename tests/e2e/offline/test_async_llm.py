@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import pytest
 
@@ -112,6 +112,51 @@ async def test_ids_are_used_once_at_a_time(llm: AsyncLLM) -> None:
             await collect(llm, SamplingParams(), "same")
     with pytest.raises(ValueError, match="sampling_params: expected SamplingParams, got NoneType"):
         await collect(llm, None, "none")  # type: ignore[arg-type]
+
+
+async def test_a_pause_keeps_requests_or_ends_them(llm: AsyncLLM) -> None:
+    """Of a request that stays, nothing comes while the engine is paused."""
+    long = SamplingParams(max_tokens=2000, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    stream = llm.generate([5, 6], long, "kept")
+    count = len((await anext(stream)).outputs[0].token_ids)
+    await llm.pause_generation(mode="keep")
+    assert await llm.is_paused()
+    waiting = asyncio.create_task(collect(llm, GREEDY, "later"))
+    outputs: list[RequestOutput] = []
+    rest = asyncio.create_task(extend(outputs, stream))
+    await llm.reset_prefix_cache()  # what came before the pause is there by now
+    assert not rest.done()
+    assert not waiting.done()
+    await llm.resume_generation()
+    assert (await waiting)[-1].finished
+    await rest
+    assert count + sum(len(output.outputs[0].token_ids) for output in outputs) == 2000
+    stream = llm.generate([5, 6], long, "ended")
+    await anext(stream)
+    await llm.pause_generation()
+    await llm.resume_generation()
+    outputs = [output async for output in stream]
+    assert outputs[-1].outputs[0].finish_reason == "abort"
+
+
+async def extend(outputs: list[RequestOutput], stream: AsyncIterator[RequestOutput]) -> None:
+    outputs += [output async for output in stream]
+
+
+async def test_an_engine_sleeps_and_wakes(llm: AsyncLLM) -> None:
+    await llm.sleep(level=1)
+    assert await llm.is_sleeping()
+    with pytest.raises(ValueError, match="'cache'"):
+        await llm.wake_up(tags=["cache"])
+    await llm.wake_up()
+    assert not await llm.is_sleeping()
+    assert (await collect(llm, GREEDY))[-1].finished
+
+
+def test_methods_that_only_vllm_has_are_refused_with_advice(llm: AsyncLLM) -> None:
+    assert not hasattr(llm, "generat")
+    with pytest.raises(AttributeError, match=r"AsyncLLM.collective_rpc: no code of callers"):
+        llm.collective_rpc("method")  # type: ignore[attr-defined]
 
 
 def test_one_engine_serves_several_event_loops(llm: AsyncLLM) -> None:

@@ -17,6 +17,7 @@ def test_others_are_refused_by_name() -> None:
 
 
 def test_methods_that_only_vllm_has_are_explained() -> None:
-    assert "AsyncLLM" in explain_missing("enqueue")
-    assert "prompt_logprobs" in explain_missing("score")
-    assert explain_missing("generat") == "'LLM' object has no attribute 'generat'"
+    assert "AsyncLLM" in explain_missing("LLM", "enqueue")
+    assert "prompt_logprobs" in explain_missing("LLM", "score")
+    assert explain_missing("LLM", "generat") == "'LLM' object has no attribute 'generat'"
+    assert explain_missing("AsyncLLM", "add_lora").startswith("AsyncLLM.add_lora: LoRA adapters")
