@@ -1,7 +1,7 @@
 """Programs as vLLM's documentation shows them for offline work run after only their imports are changed.
 
-Ports of its examples basic, chat (with its command line), prefix caching and async streaming, and of what it says of
-prompts, samples, log-probs and structured outputs. The model is the built-in one.
+Ports of its examples basic, chat (with its command line), prefix caching, async streaming, pausing, structured outputs
+and data parallelism, and of what it says of prompts, samples and log-probs. The model is the built-in one.
 """
 
 from __future__ import annotations
@@ -200,6 +200,152 @@ if __name__ == "__main__":
     asyncio.run(main())
 """
 
+PAUSE = """
+import asyncio
+
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+
+async def main():
+    engine_args = AsyncEngineArgs(model="demo", enforce_eager=True)
+    engine = AsyncLLM.from_engine_args(engine_args)
+    sampling_params = SamplingParams(max_tokens=200, ignore_eos=True)
+    counts: list[int] = []
+
+    async def generator_task():
+        prompt = "Write a story about a dragon. Once upon a time"
+        async for output in engine.generate(request_id="test-req", prompt=prompt, sampling_params=sampling_params):
+            counts.append(len(output.outputs[0].token_ids))
+        return output
+
+    async def controller_task():
+        while len(counts) < 5:
+            await asyncio.sleep(0.01)
+        await engine.pause_generation(mode="keep")
+        await asyncio.sleep(0.2)  # for what was on its way
+        paused_at = len(counts)
+        await asyncio.sleep(0.5)
+        print("paused", await engine.is_paused(), len(counts) == paused_at)
+        await engine.resume_generation()
+
+    final_output, _ = await asyncio.gather(generator_task(), controller_task())
+    print("finished", final_output.finished, len(final_output.outputs[0].token_ids))
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+STRUCTURED = """
+import json
+import re
+from enum import Enum
+
+from pydantic import BaseModel
+
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+MAX_TOKENS = 50
+
+sampling_params_regex = SamplingParams(
+    structured_outputs=StructuredOutputsParams(regex=r"[a-z]{1,8}@[a-z]{1,8}\\.com\\n"),
+    stop=["\\n"],
+    max_tokens=MAX_TOKENS,
+)
+
+
+class CarType(str, Enum):
+    sedan = "sedan"
+    suv = "SUV"
+
+
+class CarDescription(BaseModel, extra="forbid"):
+    doors: bool
+    car_type: CarType
+
+
+json_schema = CarDescription.model_json_schema()
+sampling_params_json = SamplingParams(
+    structured_outputs=StructuredOutputsParams(json=json_schema, disable_any_whitespace=True), max_tokens=MAX_TOKENS
+)
+
+simplified_sql_grammar = \'\'\'
+root ::= select_statement
+select_statement ::= "SELECT " column " from " table " where " condition
+column ::= "col_1 " | "col_2 "
+table ::= "table_1 " | "table_2 "
+condition ::= column "= " number
+number ::= "1 " | "2 "
+\'\'\'
+sampling_params_grammar = SamplingParams(
+    structured_outputs=StructuredOutputsParams(grammar=simplified_sql_grammar), max_tokens=MAX_TOKENS
+)
+
+
+def generate_output(prompt: str, sampling_params: SamplingParams, llm: LLM):
+    outputs = llm.generate(prompt, sampling_params=sampling_params)
+    return outputs[0].outputs[0].text
+
+
+def main():
+    llm = LLM(model="demo", max_model_len=200)
+    email = generate_output("Generate an email address for Alan Turing.", sampling_params_regex, llm)
+    print("regex", bool(re.fullmatch(r"[a-z]+@[a-z]+\\.com", email)))
+    car = generate_output("Generate a JSON of the most iconic car from the 90's", sampling_params_json, llm)
+    print("json", sorted(json.loads(car)))
+    query = generate_output("Generate an SQL query.", sampling_params_grammar, llm)
+    print("grammar", bool(re.fullmatch("SELECT col_[12]  from table_[12]  where col_[12] = [12] ", query)))
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+DATA_PARALLEL = """
+import os
+from multiprocessing import Process
+
+from vllm import LLM, EngineArgs, SamplingParams
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+
+def create_parser():
+    parser = FlexibleArgumentParser(description="Data Parallel Inference")
+    EngineArgs.add_cli_args(parser)
+    parser.set_defaults(model="ibm-research/PowerMoE-3b")
+    parser.add_argument("--dp-num-nodes", type=int, default=1, help="Total number of nodes for data parallel.")
+    return parser
+
+
+def main(dp_size, global_dp_rank, engine_args):
+    os.environ["VLLM_DP_RANK"] = str(global_dp_rank)
+    prompts = ["Hello, my name is", "The future of AI is"] * 20
+    floor = len(prompts) // dp_size
+    prompts = prompts[global_dp_rank * floor : (global_dp_rank + 1) * floor]
+    sampling_params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=[16, 20][global_dp_rank % 2])
+    llm = LLM(**engine_args)
+    outputs = llm.generate(prompts, sampling_params, use_tqdm=False)
+    assert len(outputs) == 20
+
+
+if __name__ == "__main__":
+    args = vars(create_parser().parse_args())
+    dp_size = args.pop("data_parallel_size")
+    dp_per_node = dp_size // args.pop("dp_num_nodes")
+    procs = []
+    for global_dp_rank in range(dp_per_node):
+        proc = Process(target=main, args=(dp_size, global_dp_rank, args))
+        proc.start()
+        procs.append(proc)
+    for proc in procs:
+        proc.join()
+        print("exit code", proc.exitcode)
+"""
+
 PRINTED = {
     BASIC: """
 Prompt: 'Question: Ben has 3 apples and buys 4.', True, True
@@ -228,15 +374,29 @@ stream-example-1 finished True
 stream-example-2 finished True
 stream-example-3 finished True
 """,
+    PAUSE: """
+paused True True
+finished True 200
+""",
+    STRUCTURED: """
+regex True
+json ['car_type', 'doors']
+grammar True
+""",
+    DATA_PARALLEL: "exit code 0\n" * 2,
 }
 
 
 ARGUMENTS = {
-    CHAT: ["--model", "demo", "--max-tokens", "40", "--temperature", "0", "--max-model-len", "1024", "--enforce-eager"]
+    CHAT: ["--model", "demo", "--max-tokens", "40", "--temperature", "0", "--max-model-len", "1024", "--enforce-eager"],
+    DATA_PARALLEL: ["--model=demo", "-dp=2", "--max-num-seqs=8"],
 }
 
 
-@pytest.mark.parametrize("program", PRINTED, ids=["basic", "chat", "prefix caching", "async streaming"])
+NAMES = ["basic", "chat", "prefix caching", "async streaming", "pausing", "structured outputs", "data parallelism"]
+
+
+@pytest.mark.parametrize("program", PRINTED, ids=NAMES)
 def test_programs_for_vllm_run_with_other_imports(program: str) -> None:
     changed = program.replace("from vllm.utils.argparse_utils import", "from argparse import ArgumentParser as")
     changed = re.sub(r"^from vllm[\w.]* import", "from toka_async import", changed, flags=re.MULTILINE)
