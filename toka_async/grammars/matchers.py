@@ -105,6 +105,7 @@ class RowMatchers:
         self._has_failed: Bool = np.zeros(max_seqs, np.bool_)
         self._lane: npt.NDArray[np.uint8] = np.zeros(max_seqs, np.uint8)
         self._grammar: npt.NDArray[np.object_] = np.full(max_seqs, None, object)
+        self._first_mask: npt.NDArray[np.object_] = np.full(max_seqs, None, object)  # its grammar's
         self._num_tokens: Int64 = np.zeros(max_seqs, np.int64)
         self._min_tokens: Int64 = np.zeros(max_seqs, np.int64)
         ends = np.asarray(sorted(vocabulary.end_ids), np.int64)
@@ -121,7 +122,7 @@ class RowMatchers:
         for slot in freed.tolist() if self._admitted else ():
             self._admitted.pop(slot, None)
         self._has_row[freed] = self._goes_on[freed] = False
-        self._matchers[freed] = self._grammar[freed] = None
+        self._matchers[freed] = self._grammar[freed] = self._first_mask[freed] = None
         self._num_rows -= freed.size
         self._change += 1
 
@@ -293,11 +294,11 @@ class RowMatchers:
 
     def _fill_new(self, rows: MatchedRows, masks: Int32) -> None:
         """Writes the masks of rows without a token, which each grammar has once."""
-        places: defaultdict[str, list[int]] = defaultdict(list)
-        for place, grammar in zip(rows.new, self._grammar[rows.slots[rows.new]].tolist(), strict=True):
-            places[grammar].append(place)
-        for grammar, own in places.items():
-            masks[own] = self._originals.get_first_mask(grammar)
+        alike: dict[int, tuple[Int32, list[int]]] = {}
+        for place, mask in zip(rows.new, self._first_mask[rows.slots[rows.new]].tolist(), strict=True):
+            alike.setdefault(id(mask), (mask, []))[1].append(place)
+        for mask, places in alike.values():
+            masks[places] = mask
 
     def _fill_row(self, slot: int, mask: Int32) -> bool:
         """Returns whether the row has not failed."""
@@ -307,7 +308,7 @@ class RowMatchers:
             self._matchers[slot].unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             self._check_mask(slot, mask)
         else:
-            mask[:] = self._originals.get_first_mask(self._grammar[slot])
+            mask[:] = self._first_mask[slot]
             self._check_mask(slot, mask)
         return not self._has_failed[slot]
 
@@ -365,6 +366,9 @@ class RowMatchers:
         self._num_tokens[slots] = [row.generated.size for row in rows]
         self._min_tokens[slots] = [row.min_tokens for row in rows]
         self._grammar[slots] = [row.grammar for row in rows]
+        first_masks = {grammar: self._originals.find_first_mask(grammar) for grammar in num_rows}
+        for row in rows:
+            self._first_mask[row.slot] = first_masks[row.grammar]
         self._lane[slots] = lanes
         self._matchers[slots] = self._copy(lanes, originals)
         self._has_failed[slots] = fails = [original is None for original in originals]

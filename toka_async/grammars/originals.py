@@ -104,11 +104,12 @@ class Originals:
         self._num_dealt += number
         yield from islice(cycle(originals), first, first + number)
 
-    def get_first_mask(self, grammar: str) -> Int32:
-        """Gets the mask of a row without a token, int32 [num_words]. The grammar was dealt."""
-        first_mask = self._compiled[grammar].first_mask
-        assert first_mask is not None
-        return first_mask
+    def find_first_mask(self, grammar: str) -> Int32 | None:
+        """Finds the mask of rows without a token, int32 [num_words], once rows were added.
+
+        None: the grammar cannot be used.
+        """
+        return self._compiled[grammar].first_mask
 
     def drop(self, grammar: str, lane: int) -> None:
         """Deals an original no more."""

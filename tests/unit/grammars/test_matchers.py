@@ -20,6 +20,7 @@ from tests.cases.grammars import (
     walk,
 )
 from toka_async.grammars import matchers as module
+from toka_async.grammars import originals
 from toka_async.grammars.matchers import GrammarRow, RowMatchers, count_mask_threads
 
 
@@ -196,6 +197,18 @@ def test_rows_without_a_token_share_their_grammars_first_mask(
     a, *b_or_c = (encode(text)[0] for text in "abc")
     assert list_allowed(matchers, slots) == [[a], sorted(b_or_c)] * 10
     assert list_allowed(matchers, slots[:2]) == [[a], sorted(b_or_c)], "nor are few rows computed otherwise"
+
+
+def test_rows_keep_what_their_grammar_begins_with_when_it_is_forgotten(
+    matchers: RowMatchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(originals, "MOST_GRAMMARS", 1)
+    rows = matchers.take(start_rows(matchers, ['start: "a"']))
+    matchers.admit([GrammarRow(1, 'start: "b"', np.empty(0, np.int32), 0)])
+    matchers.take(np.asarray([1], np.int32))
+    masks = np.zeros((1, matchers.num_words), np.int32)
+    assert matchers.fill(rows, masks) == []
+    assert np.unpackbits(masks.view(np.uint8)).sum() == 1
 
 
 def test_no_two_threads_work_at_copies_of_one_original(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
