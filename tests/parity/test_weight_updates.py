@@ -98,6 +98,10 @@ def test_quantized_weights_are_those_of_a_start(tmp_path: Path, quantize: str) -
     trainer = Trainer(engine)
     trainer.update([*read_checkpoint(new).items()])
     assert trainer.sums() == Trainer(started).sums()
+    trainer.update([(name, tensor / 2) for name, tensor in read_checkpoint(new).items()])  # which halves scales alone
+    halved = trainer.sums()
+    assert [name for name, value in Trainer(started).sums().items() if halved[name] == value] == []
+    trainer.update([*read_checkpoint(new).items()])
     tokens = [[each.samples[0].token_ids for each in one.run(PROMPTS)] for one in (engine, started)]
     assert tokens[0] == tokens[1]
 

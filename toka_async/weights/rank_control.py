@@ -63,8 +63,8 @@ class RankControl:
     """Carries out actions on one rank.
 
     Args:
-        build_whole: builds the whole model of a dtype on the meta device. rank: in the replica. tensor_rank: in its
-            stage. number: among all ranks of all replicas.
+        build_whole: builds the whole model of a dtype on the meta device. rank: in the replica. number: among all
+            ranks of all replicas.
     """
 
     def __init__(
@@ -73,14 +73,12 @@ class RankControl:
         build_whole: Callable[[torch.dtype], RankModel],
         caches: Sequence[SleepingCache],
         rank: int,
-        tensor_rank: int,
         number: int,
     ) -> None:
         self._decoder = decoder
         self._build_whole = build_whole
         self._caches = caches
         self._rank = rank
-        self._tensor_rank = tensor_rank
         self._number = number
         parameter = next(decoder.parameters())
         self._device = parameter.device
@@ -132,7 +130,7 @@ class RankControl:
             case AbandonUpdate():
                 self._end_update()
             case Checksum():
-                return tuple(sum_parts(self._parts, self._tensor_rank))
+                return tuple(sum_parts(self._parts))
             case Sleep():
                 for cache in self._caches:
                     cache.release()

@@ -45,7 +45,6 @@ def control(tmp_path_factory: pytest.TempPathFactory) -> RankControl:
         lambda dtype: build_decoder(spec, dtype, torch.device("meta")),
         [Cache()],
         rank=1,
-        tensor_rank=0,
         number=3,
     )
 
