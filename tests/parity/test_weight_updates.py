@@ -215,7 +215,7 @@ def test_experts_in_mxfp4_come_from_a_folder_or_unpacked(tmp_path: Path) -> None
     ("change", "expected"),
     [
         ("unknown", "model.layers.7.mlp.down_proj.weight: the model has no such tensor; did you mean"),
-        ("fused", "model.layers.0.self_attn.qkv_proj.weight: it is a fused matrix; send self_attn.q_proj"),
+        ("fused", "model.layers.0.self_attn.qkv_proj.weight: it is a fused matrix; use self_attn.q_proj"),
         ("tied", "lm_head.weight: the model's embeddings are tied"),
         ("shape", "model.norm.weight has shape [7], the model's has [48]"),
         ("dtype", "model.norm.weight is of type float8_e4m3fn; supported: float64, float32, float16, bfloat16"),
