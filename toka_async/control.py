@@ -190,6 +190,13 @@ class Checksum(Action, frozen=True, kw_only=True):
     """Sum up every tensor; see `toka_async.transfer.checksum`. `sums` of the answer has them."""
 
 
+class ReadTensor(Action, frozen=True, kw_only=True):
+    """Read the first rows of a tensor, by its name in a checkpoint. `rows` of the answer has them."""
+
+    name: str
+    num_rows: int
+
+
 class Sleep(Action, frozen=True, kw_only=True):
     """Give the memory of the cache back. All requests have been aborted or retracted."""
 
@@ -199,7 +206,7 @@ class Wake(Action, frozen=True, kw_only=True):
 
 
 UpdateAction = BeginUpdate | LoadTensors | VerifyUpdate | AbandonUpdate
-RankAction = OpenTransfer | CloseTransfer | UpdateAction | Checksum | Sleep | Wake
+RankAction = OpenTransfer | CloseTransfer | UpdateAction | Checksum | ReadTensor | Sleep | Wake
 AnyAction = Pause | Resume | Abort | ResetPrefixCache | CommitUpdate | SetVersion | RankAction
 RANK_ACTIONS = RankAction.__args__
 
@@ -219,6 +226,15 @@ class PartSum(msgspec.Struct, array_like=True, frozen=True, gc=False):
     total: int
 
 
+class PartRows(msgspec.Struct, array_like=True, frozen=True, gc=False, kw_only=True):
+    """What a rank has of a tensor's first rows. shape: of all these rows. starts, sizes: of the rank's part in them."""
+
+    shape: tuple[int, ...]
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    values: memoryview  # float32
+
+
 class ControlDone(msgspec.Struct, array_like=True, frozen=True, gc=False, tag=True, kw_only=True):
     """Rank -> scheduler, scheduler -> server: the end of a Control. error: why it failed; empty: it did not."""
 
@@ -229,3 +245,4 @@ class ControlDone(msgspec.Struct, array_like=True, frozen=True, gc=False, tag=Tr
     error: str = ""
     count: int = 0
     sums: tuple[PartSum, ...] = ()
+    rows: tuple[PartRows, ...] = ()

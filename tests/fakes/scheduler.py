@@ -6,6 +6,7 @@ Messages pass through the real codecs both ways. It steps when the event loop is
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,9 +21,11 @@ from toka_async.control import (
     Control,
     ControlDone,
     LoadTensors,
+    PartRows,
     PartSum,
     Pause,
     PauseMode,
+    ReadTensor,
     Resume,
 )
 from toka_async.messages import (
@@ -194,6 +197,7 @@ class FakeScheduler:
         count = self.num_written if isinstance(message.action, LoadTensors) else 0
         self.acts.append(type(message.action).__name__)
         sums = (PartSum("w", "0+1", self.weights),) if isinstance(message.action, Checksum) else ()
+        rows = [self._read(part) for part in range(2) if isinstance(message.action, ReadTensor)]
         match message.action:
             case Pause(mode=mode):
                 self.paused = mode
@@ -208,7 +212,19 @@ class FakeScheduler:
         if error and self.fails_once:
             self.control_error = ""
         replica, life = (self._ready.replica, self._ready.life) if self._ready else (0, 0)
-        return ControlDone(number=message.number, replica=replica, life=life, count=count, error=error, sums=sums)
+        return ControlDone(
+            number=message.number,
+            replica=replica,
+            life=life,
+            count=count,
+            error=error,
+            sums=sums,
+            rows=() if error else tuple(rows),
+        )
+
+    def _read(self, part: int) -> PartRows:
+        """Half of a tensor of two columns."""
+        return PartRows(shape=(2, 2), starts=(0, part), sizes=(2, 1), values=f32_column([self.weights, math.nan]))
 
     def _abort(self, request_ids: list[int]) -> int:
         found = [request_id for request_id in request_ids if request_id in self.requests]

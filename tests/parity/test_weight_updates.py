@@ -98,6 +98,10 @@ def test_quantized_weights_are_those_of_a_start(tmp_path: Path, quantize: str) -
     trainer = Trainer(engine)
     trainer.update([*read_checkpoint(new).items()])
     assert trainer.sums() == Trainer(started).sums()
+    trainer.update([(name, tensor / 2) for name, tensor in read_checkpoint(new).items()])  # which halves scales alone
+    halved = trainer.sums()
+    assert [name for name, value in Trainer(started).sums().items() if halved[name] == value] == []
+    trainer.update([*read_checkpoint(new).items()])
     tokens = [[each.samples[0].token_ids for each in one.run(PROMPTS)] for one in (engine, started)]
     assert tokens[0] == tokens[1]
 
@@ -211,7 +215,7 @@ def test_experts_in_mxfp4_come_from_a_folder_or_unpacked(tmp_path: Path) -> None
     ("change", "expected"),
     [
         ("unknown", "model.layers.7.mlp.down_proj.weight: the model has no such tensor; did you mean"),
-        ("fused", "model.layers.0.self_attn.qkv_proj.weight: it is a fused matrix; send self_attn.q_proj"),
+        ("fused", "model.layers.0.self_attn.qkv_proj.weight: it is a fused matrix; use self_attn.q_proj"),
         ("tied", "lm_head.weight: the model's embeddings are tied"),
         ("shape", "model.norm.weight has shape [7], the model's has [48]"),
         ("dtype", "model.norm.weight is of type float8_e4m3fn; supported: float64, float32, float16, bfloat16"),

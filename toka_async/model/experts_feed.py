@@ -47,6 +47,7 @@ class ExpertMatrix(nn.Module):
         self.names = names
         self.quantization = FORMATS.get(spec.format)
         self.num_matrices = len(spec.outputs)
+        self.dtype = torch.get_default_dtype()
         n, k = self.num_matrices * outputs.size, inputs.size
         # Of ranks that divide the inputs, the first adds the bias.
         self.bias = make_unset(0 if inputs.start else held.size, n) if spec.bias else None
@@ -84,7 +85,7 @@ class ExpertMatrix(nn.Module):
         scales = self.scales.data.chunk(self.num_matrices, dim=1)[index]
         scales = scales[..., None] if scales.ndim == 2 else scales
         scales = scales[place] if is_held else scales[:0, 0]
-        yield from list_scaled_parts(self.quantization, name, values, scales, share, self.inputs)
+        yield from list_scaled_parts(self.quantization, name, values, scales, self.dtype, share, self.inputs)
 
     def _list_stacked(self, name: str) -> Iterator[tuple[str, WeightPart]]:
         """Yields the tensor of all experts' matrices [experts, inputs, outputs], and that of their biases."""
@@ -95,7 +96,7 @@ class ExpertMatrix(nn.Module):
         ]
         assert all(len(part) == 1 for part in parts), "a checkpoint has no scales for stacked experts"
         outputs = self.outputs.times(self.num_matrices)
-        shares = self.held, parts[0][0].shares[1], outputs
+        shares, kept = (self.held, parts[0][0].shares[1], outputs), (self.held, self.inputs, outputs)
 
         def store(values: Tensor) -> None:
             for number, (part,) in enumerate(parts):
@@ -103,10 +104,13 @@ class ExpertMatrix(nn.Module):
                 part.write(values[place].to(part.target.device)[:, index :: self.num_matrices].T)
 
         def restore() -> Tensor:
-            return torch.stack(self.weight.data.chunk(self.num_matrices, dim=1), 2).flatten(1, 2).transpose(1, 2)
+            whole = self.weight.new_empty(self.weight.shape, dtype=self.dtype).transpose(1, 2)
+            for number, (part,) in enumerate(parts):
+                place, index = divmod(number, self.num_matrices)
+                whole[place, :, index :: self.num_matrices] = (part.restore() if part.restore else part.target).T
+            return whole
 
-        is_dense = self.quantization is None
-        yield name, WeightPart(self.weight.data, shares, store=store, restore=restore if is_dense else None)
+        yield name, WeightPart(self.weight.data, shares, store=store, restore=restore, kept=kept)
         if self.bias is not None:
             yield f"{name}_bias", self._make_bias_part(self.bias.data, outputs)
 

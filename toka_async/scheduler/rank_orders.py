@@ -49,6 +49,7 @@ class RankOrders:
             error="; ".join(dict.fromkeys(answer.error for answer in answers if answer.error)),
             count=max(answer.count for answer in answers),
             sums=tuple(each for answer in answers for each in answer.sums),
+            rows=tuple(each for answer in answers for each in answer.rows),
         )
 
 

@@ -223,7 +223,7 @@ class RunnerFactory:
         def build_whole(dtype: torch.dtype) -> RankModel:
             return build_model(self.spec, self.model_dir, self.config.model, dtype, torch.device("meta"))
 
-        return RankControl(self.decoder, build_whole, caches, rank, self.coords.rank, number)
+        return RankControl(self.decoder, build_whole, caches, rank, number)
 
     def describe_kept(self) -> str:
         """Describes what a build left on the disk for later starts, and what it could not leave there."""

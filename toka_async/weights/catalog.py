@@ -59,6 +59,13 @@ class WeightCatalog:
                 self._found[name, shape] = found
         return found
 
+    def find_name(self, name: str) -> str:
+        """Finds the model's tensor that has a name in a checkpoint. Raises UpdateError."""
+        (part,) = list_stored_parts(self._find_part(name), (), self.tensors)
+        if part.name not in self.tensors:
+            raise UpdateError(f"{name}: {self._explain(name)}")
+        return part.name
+
     def check(self, infos: Sequence[TensorInfo], written: Collection[str]) -> None:
         """Raises UpdateError for tensors that the model does not have so, or that have come before."""
         names = set(written)
@@ -92,10 +99,10 @@ class WeightCatalog:
     def _explain(self, name: str) -> str:
         """Says why the model has no tensor of that name."""
         if name == HEAD:  # which it has unless it is tied
-            return "the model's embeddings are tied; leave it out, and send the embeddings"
+            return "the model's embeddings are tied; use them instead"
         for fused, parts in FUSED.items():
             if fused in name and not any(fused in each for each in self.tensors):
-                return f"it is a fused matrix; send {parts}, as in a checkpoint"
+                return f"it is a fused matrix; use {parts}, as in a checkpoint"
         close = get_close_matches(name, self.tensors, n=1, cutoff=0.8)
         hint = f"; did you mean {close[0]}?" if close else ""
         return f"the model has no such tensor{hint}"

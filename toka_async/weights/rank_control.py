@@ -1,4 +1,4 @@
-"""What a rank does of a trainer's actions: joins its groups, loads tensors, sums them up, and sleeps.
+"""What a rank does of a trainer's actions: joins its groups, loads tensors, sums them up or reads them, and sleeps.
 
 Called between steps, when none is queued. Every action ends with a ControlDone, whatever happens; a load that fails
 closes its group, since the other end may be in the middle of a tensor. A GPU may still copy when the next action
@@ -14,10 +14,12 @@ from functools import partial
 from typing import Protocol
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from toka_async.control import (
     AbandonUpdate,
+    AnyAction,
     BeginUpdate,
     Broadcast,
     Checksum,
@@ -29,7 +31,7 @@ from toka_async.control import (
     GroupTransfer,
     LoadTensors,
     OpenTransfer,
-    PartSum,
+    ReadTensor,
     ShmBucket,
     Sleep,
     VerifyUpdate,
@@ -46,6 +48,7 @@ from toka_async.transfer.torch_group import join_torch_group
 from toka_async.transfer.wire import BroadcastGroup, receive_tensors
 from toka_async.weights.catalog import UpdateError, WeightCatalog
 from toka_async.weights.checksums import sum_parts
+from toka_async.weights.rows import read_rows
 from toka_async.weights.update import WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -63,8 +66,8 @@ class RankControl:
     """Carries out actions on one rank.
 
     Args:
-        build_whole: builds the whole model of a dtype on the meta device. rank: in the replica. tensor_rank: in its
-            stage. number: among all ranks of all replicas.
+        build_whole: builds the whole model of a dtype on the meta device. rank: in the replica. number: among all
+            ranks of all replicas.
     """
 
     def __init__(
@@ -73,14 +76,12 @@ class RankControl:
         build_whole: Callable[[torch.dtype], RankModel],
         caches: Sequence[SleepingCache],
         rank: int,
-        tensor_rank: int,
         number: int,
     ) -> None:
         self._decoder = decoder
         self._build_whole = build_whole
         self._caches = caches
         self._rank = rank
-        self._tensor_rank = tensor_rank
         self._number = number
         parameter = next(decoder.parameters())
         self._device = parameter.device
@@ -93,16 +94,15 @@ class RankControl:
     def launch(self, control: Control) -> Callable[[], ControlDone]:
         """Carries out an action as far as it is the host's; returns what waits for the device."""
         before = self._count_written()
-        error, sums = "", tuple[PartSum, ...]()
+        error, done = "", ControlDone(number=control.number, rank=self._rank)
         try:
-            sums = self._run(control)
+            done = self._run(control.action, done)
         except (TransferError, UpdateError, MemoryStaysError) as problem:
             error = str(problem)
         except Exception as problem:
             logger.exception("an action failed")
             error = f"{type(problem).__name__}: {problem}"
-        count = max(0, self._count_written() - before)
-        done = ControlDone(number=control.number, rank=self._rank, error=error, count=count, sums=sums)
+        done = replace(done, error=error, count=max(0, self._count_written() - before))
         if self._device.type != "cuda":
             return lambda: done
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -112,18 +112,18 @@ class RankControl:
     def _count_written(self) -> int:
         return 0 if self._update is None else len(self._update.written)
 
-    def _run(self, control: Control) -> tuple[PartSum, ...]:
-        match control.action:
+    def _run(self, action: AnyAction, done: ControlDone) -> ControlDone:
+        """Returns `done` with what was asked for."""
+        match action:
             case OpenTransfer():
-                self._open(control.action)
+                self._open(action)
             case CloseTransfer(name=name):
                 self._close(name)
             case BeginUpdate():
                 self._end_update()
-                self._catalog = self._catalog or WeightCatalog(self._build_whole(self._find_dtype()))
-                self._update = WeightUpdate(self._decoder, self._parts, self._catalog)
+                self._update = WeightUpdate(self._decoder, self._parts, self._get_catalog())
             case LoadTensors():
-                self._load(control.action)
+                self._load(action)
             case VerifyUpdate(partial=partial):
                 self._get_update().finish(partial)
                 self._buckets.close()
@@ -132,7 +132,10 @@ class RankControl:
             case AbandonUpdate():
                 self._end_update()
             case Checksum():
-                return tuple(sum_parts(self._parts, self._tensor_rank))
+                return replace(done, sums=tuple(sum_parts(self._parts)))
+            case ReadTensor(name=name, num_rows=num_rows):
+                part = self._parts.get(self._get_catalog().find_name(name))
+                return done if part is None else replace(done, rows=tuple(read_rows(name, part, num_rows)))
             case Sleep():
                 for cache in self._caches:
                     cache.release()
@@ -140,8 +143,12 @@ class RankControl:
                 for cache in self._caches:
                     cache.restore()
             case _:
-                raise UpdateError(f"{type(control.action).__name__} is no action of a rank")
-        return ()
+                raise UpdateError(f"{type(action).__name__} is no action of a rank")
+        return done
+
+    def _get_catalog(self) -> WeightCatalog:
+        self._catalog = self._catalog or WeightCatalog(self._build_whole(self._find_dtype()))
+        return self._catalog
 
     def _find_dtype(self) -> torch.dtype:
         """That of the weights that are not quantized: embeddings and norms never are."""

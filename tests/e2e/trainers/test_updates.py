@@ -12,6 +12,7 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,33 @@ async def test_new_weights_arrive_over_every_transport(served: Served) -> None:
         assert (await greedy(client))[0] == expected[served.new]
         await trainer.close_transfer("weight_update_group")
         group.close()
+
+
+READ = (
+    "model.embed_tokens.weight",
+    "model.layers.0.self_attn.q_proj.weight",
+    "model.layers.1.self_attn.v_proj.weight",
+    "model.layers.1.mlp.gate_proj.weight",
+    "model.layers.1.mlp.down_proj.weight",
+    "model.norm.weight",
+    "lm_head.weight",
+)
+
+
+async def test_tensors_are_read_by_their_names(served: Served) -> None:
+    async with trainer_of(served) as (_, trainer):
+        for folder in (served.new, served.old):
+            await trainer.update_from(folder, folder.name)
+            tensors = read_checkpoint(folder)
+            for name, num_rows in product(READ, (1, 40, 100)):
+                answer = served.server.post("/get_weights_by_name", name=name, truncate_size=num_rows)
+                assert answer == (200, tensors[name][:num_rows].tolist()), name
+        status, answer = served.server.post("/get_weights_by_name", name="model.layers.1.mlp.down_pro.weight")
+        assert status == 400
+        assert answer["error"]["message"] == (
+            "model.layers.1.mlp.down_pro.weight: the model has no such tensor; "
+            "did you mean model.layers.1.mlp.down_proj.weight?"
+        )
 
 
 async def test_every_fault_is_named_and_the_next_update_recovers(served: Served) -> None:

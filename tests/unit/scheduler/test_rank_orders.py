@@ -6,12 +6,14 @@ import pytest
 
 from tests.drivers.page_rank import submit
 from tests.drivers.small_core import SmallCore, got, wanted
+from toka_async.arrays import f32_column
 from toka_async.control import (
     AbandonUpdate,
     BeginUpdate,
     Checksum,
     CommitUpdate,
     ControlDone,
+    PartRows,
     PartSum,
     Pause,
     PauseMode,
@@ -118,8 +120,9 @@ def test_answers_of_all_ranks_are_one() -> None:
     assert orders.take() is first
     assert orders.take() is None
     a, b = PartSum("a", "0+1", 1), PartSum("a", "1+1", 2)
-    assert orders.complete(ControlDone(number=1, rank=1, error="no", count=3, sums=(a,))) is None
-    done = orders.complete(ControlDone(number=1, rank=0, error="no", count=2, sums=(b,)))
-    assert done == ControlDone(number=1, error="no", count=3, sums=(a, b))
+    rows = (PartRows(shape=(2,), starts=(0,), sizes=(1,), values=f32_column([3])),)
+    assert orders.complete(ControlDone(number=1, rank=1, error="no", count=3, sums=(a,), rows=rows)) is None
+    done = orders.complete(ControlDone(number=1, rank=0, error="no", count=2, sums=(b,), rows=rows))
+    assert done == ControlDone(number=1, error="no", count=3, sums=(a, b), rows=rows * 2)
     assert orders.is_busy
     assert orders.take() is first

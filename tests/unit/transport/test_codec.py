@@ -24,9 +24,11 @@ from toka_async.control import (
     LoadTensors,
     NcclTransfer,
     OpenTransfer,
+    PartRows,
     PartSum,
     Pause,
     RankAction,
+    ReadTensor,
     ResetPrefixCache,
     Resume,
     SetVersion,
@@ -175,11 +177,13 @@ RANK_CONTROL: list[RankAction] = [
     *(LoadTensors(**NAMES, source=source, seconds=2.5) for source in BUCKETS),
     VerifyUpdate(partial=True),
     Checksum(),
+    ReadTensor(name="a", num_rows=3),
     Sleep(),
     Wake(),
 ]
 FROM_RANK: list[FromRank] = [
     ControlDone(number=7, rank=1, sums=(PartSum("a", "0+1", 2**64 - 1),)),
+    ControlDone(number=7, rows=(PartRows(shape=(9, 3), starts=(8, 0), sizes=(1, 3), values=FLOATS),)),
     READY,
     StageTimes(stage=1, seconds=2.5, stalled=0.25, waited=1.5),
     StepDone(

@@ -18,6 +18,7 @@ from toka_async.control import (
     NcclTransfer,
     OpenTransfer,
     RankAction,
+    ReadTensor,
     VerifyUpdate,
 )
 from toka_async.model.weights import build_decoder, load_weights
@@ -45,7 +46,6 @@ def control(tmp_path_factory: pytest.TempPathFactory) -> RankControl:
         lambda dtype: build_decoder(spec, dtype, torch.device("meta")),
         [Cache()],
         rank=1,
-        tensor_rank=0,
         number=3,
     )
 
@@ -74,6 +74,18 @@ GROUP = GroupTransfer(address="127.0.0.1", port=9, rank_offset=1, world_size=5, 
             "rank_offset=1, world_size=4: a rank of the engine would be number 4",
         ),
         (OpenTransfer(transfer=GROUP, seconds=0.05), "rank 4 of 5 could not join"),
+        (
+            ReadTensor(name="model.layers.0.mlp.down_pro.weight", num_rows=1),
+            "down_pro.weight: the model has no such tensor; did you mean model.layers.0.mlp.down_proj.weight?",
+        ),
+        (
+            ReadTensor(name="model.layers.0.self_attn.qkv_proj.weight", num_rows=1),
+            "it is a fused matrix; use self_attn.q_proj, self_attn.k_proj and self_attn.v_proj",
+        ),
+        (
+            ReadTensor(name="model.layers.0.mlp.experts.gate_up_proj", num_rows=1),
+            "experts.gate_up_proj: the model has no such tensor",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_explained(control: RankControl, action: RankAction, error: str) -> None:
@@ -86,3 +98,10 @@ def test_tensors_need_an_open_transfer(control: RankControl) -> None:
     wanted = {"names": ("model.norm.weight",), "dtypes": ("float32",), "shapes": ((48,),)}
     load = LoadTensors(source=Broadcast(transfer="t"), seconds=1, **wanted)  # type: ignore[arg-type]
     assert run(control, load).error == "no transfer 't' is open"
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.language_model.norm.weight"])
+def test_a_tensor_is_read_by_its_name_in_a_checkpoint(control: RankControl, name: str) -> None:
+    done = run(control, ReadTensor(name=name, num_rows=3))
+    assert done.error == ""
+    assert [(each.shape, each.starts, each.sizes, each.values.nbytes) for each in done.rows] == [((3,), (0,), (3,), 12)]

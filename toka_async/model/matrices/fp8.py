@@ -118,8 +118,8 @@ class Fp8Matrix(nn.Module):
     def dequantize(self) -> Tensor:
         """Returns what the weight stands for, [n, k] of the model's dtype."""
         if self.by_block:
-            return dequantize(self.weight, self.scales, BLOCK, BLOCK).to(self.dtype)
-        return dequantize(self.weight, self.scales[:, None], 1, self.shape[1]).to(self.dtype)
+            return dequantize(self.weight, self.scales, BLOCK, BLOCK, self.dtype)
+        return dequantize(self.weight, self.scales[:, None], 1, self.shape[1], self.dtype)
 
     def parts(self) -> Iterator[tuple[str, WeightPart]]:
         for piece in list_pieces(self.spec, self.outputs):
@@ -127,7 +127,7 @@ class Fp8Matrix(nn.Module):
             blocks = slice(rows.start // BLOCK, rows.stop // BLOCK)
             scales = self.scales.data[blocks] if self.by_block else self.scales.data[rows, None]
             yield from list_scaled_parts(
-                self.quantization, piece.name, values, scales, piece.share, self.inputs, piece.order
+                self.quantization, piece.name, values, scales, self.dtype, piece.share, self.inputs, piece.order
             )
             if self.bias is not None:
                 yield f"{piece.name}.bias", WeightPart(self.bias.data[rows], (piece.share,), order=piece.order)
@@ -138,14 +138,15 @@ def list_scaled_parts(
     name: str,
     values: Tensor,
     scales: Tensor,
+    dtype: torch.dtype,
     share: Share | JoinedShare,
     inputs: Share,
     order: Tensor | None = None,
 ) -> Iterator[tuple[str, WeightPart]]:
     """Yields where a checkpoint's matrix goes: the rank's outputs and inputs of it.
 
-    values: [outputs, inputs]. scales: [outputs, 1], or [output blocks, input blocks or more]. order: see `WeightPart`;
-    a block keeps its rows, but may have another place.
+    values: [outputs, inputs]. scales: [outputs, 1], or [output blocks, input blocks or more]. dtype: the model's.
+    order: see `WeightPart`; a block keeps its rows, but may have another place.
     """
     by_block = quantization.scaling == "block"
     scale_shares = (share.divided(BLOCK), inputs.divided(BLOCK)) if by_block else (share, whole_of(1))
@@ -160,11 +161,15 @@ def list_scaled_parts(
             WeightPart(scales, scale_shares, constant=1.0, order=_order_blocks(order) if by_block else order),
         )
     elif by_block:
-        store = partial(_store, values, scales[:, : scale_shares[1].size], BLOCK, BLOCK, slice(None))
-        yield f"{name}.weight", WeightPart(values, (share, inputs), store=store, order=order)
+        scales = scales[:, : scale_shares[1].size]
+        store = partial(_store, values, scales, BLOCK, BLOCK, slice(None))
+        restore = partial(dequantize, values, scales, BLOCK, BLOCK, dtype)
+        yield f"{name}.weight", WeightPart(values, (share, inputs), store=store, restore=restore, order=order)
     else:  # a channel's scale is that of all its inputs, whichever a rank has, so that ranks hold the same numbers
         store = partial(_store, values, scales, 1, inputs.total, inputs.indices)
-        yield f"{name}.weight", WeightPart(values, (share, whole_of(inputs.total)), store=store, order=order)
+        restore = partial(dequantize, values, scales, 1, inputs.total, dtype)
+        shares, kept = (share, whole_of(inputs.total)), (share, inputs)
+        yield f"{name}.weight", WeightPart(values, shares, store=store, restore=restore, kept=kept, order=order)
 
 
 def _order_blocks(order: Tensor | None) -> Tensor | None:

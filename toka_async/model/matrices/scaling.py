@@ -30,8 +30,9 @@ def quantize(numbers: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     return (tiles / scales[:, None, :, None]).view_as(wide)[:n, :k].to(FP8), scales
 
 
-def dequantize(values: Tensor, scales: Tensor, rows: int, columns: int) -> Tensor:
-    """Returns the numbers [n, k] of `quantize` in float32."""
+def dequantize(values: Tensor, scales: Tensor, rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Returns the numbers [n, k] of `quantize`, which are computed in float32."""
     n, k = values.shape
     of_rows = scales.repeat_interleave(rows, 0)[:n] if rows > 1 else scales
-    return values.float().mul_(of_rows.repeat_interleave(columns, 1)[:, :k] if columns < k else of_rows[:, :1])
+    of_numbers = of_rows.repeat_interleave(columns, 1)[:, :k] if columns < k else of_rows[:, :1]
+    return values.float().mul_(of_numbers).to(dtype)

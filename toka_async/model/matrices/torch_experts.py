@@ -57,5 +57,5 @@ def _read(weight: Tensor, scales: Tensor | None, place: int, dtype: torch.dtype)
         return weight[place]
     values, own = weight[place], scales[place]
     if own.ndim == 1:
-        return dequantize(values, own[:, None], 1, values.shape[1]).to(dtype)
-    return dequantize(values, own, BLOCK, BLOCK).to(dtype)
+        return dequantize(values, own[:, None], 1, values.shape[1], dtype)
+    return dequantize(values, own, BLOCK, BLOCK, dtype)

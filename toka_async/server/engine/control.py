@@ -1,7 +1,7 @@
 """What a trainer does with the engine: pause, resume, abort, new weights. The one core of all routes for it.
 
 Every action goes to all replicas that are there, and is done when all have answered. What fails on one has failed, and
-nothing waits longer than its time-out. Knows no HTTP and no tensors.
+nothing waits longer than its time-out. Knows no HTTP and no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 
-from toka_async.arrays import i32_column
+import numpy as np
+
+from toka_async.arrays import Float32, as_f32, i32_column
 from toka_async.control import (
     DEFAULT_VERSION,
     AbandonUpdate,
@@ -26,9 +28,11 @@ from toka_async.control import (
     ControlDone,
     LoadTensors,
     OpenTransfer,
+    PartRows,
     PartSum,
     Pause,
     PauseMode,
+    ReadTensor,
     ResetPrefixCache,
     Resume,
     SetVersion,
@@ -299,6 +303,17 @@ class EngineControl:
                 raise ControlError(f"replicas have different weights: {name}")
         return sums[0]
 
+    async def read_tensor(self, name: str, num_rows: int) -> Float32:
+        """The first rows of a tensor, by its name in a checkpoint. Raises ControlError as `checksum` does, and where
+        there is no such tensor or the rows are too many.
+        """
+        async with self._turn():
+            answers = await self._run_all(ReadTensor(name=name, num_rows=num_rows), self._timeout)
+        first, *others = (join_rows(name, answer.rows) for answer in answers)
+        if not all(np.array_equal(first, other, equal_nan=True) for other in others):
+            raise ControlError(f"replicas have different weights: {name}")
+        return first
+
     def _check_updating(self) -> None:
         if not self.is_updating:
             raise ControlError("no update of the weights is open")
@@ -464,3 +479,15 @@ def add_parts(sums: Sequence[PartSum]) -> dict[str, str]:
         if totals[each.name].setdefault(each.part, each.total) != each.total:
             raise ControlError(f"ranks have different weights: {each.name}")
     return {name: f"{sum(parts.values()) % 2**64:016x}" for name, parts in sorted(totals.items())}
+
+
+def join_rows(name: str, parts: Sequence[PartRows]) -> Float32:
+    """The rows of a replica's tensor. Raises ControlError where equal parts differ."""
+    known: dict[tuple[int, ...], PartRows] = {}
+    rows: Float32 = np.empty(parts[0].shape, np.float32)
+    for part in parts:
+        if known.setdefault(part.starts, part) != part:
+            raise ControlError(f"ranks have different weights: {name}")
+        where = tuple(slice(start, start + size) for start, size in zip(part.starts, part.sizes, strict=True))
+        rows[where] = as_f32(part.values).reshape(part.sizes)
+    return rows

@@ -42,14 +42,14 @@ class Operation:
     """The description of one method of a path.
 
     name: unique. body: the JSON request. needs_body: false where it may be missing. form: the schema of a request that
-    is a form. answer: a 200's Struct, as JSON, or a media type. is_list: it may be a list of such Structs too. refusal:
-    a 400's Struct, besides the error that all have. event: those of a streamed 200. query: parameters, their schemas.
-    statuses: of errors, besides those that every operation can have. empty: statuses of answers without a body.
+    is a form. answer: a 200's Struct or schema, or a media type. is_list: it may be a list of such Structs too.
+    refusal: a 400's Struct, besides the error that all have. event: those of a streamed 200. query: parameters, their
+    schemas. statuses: of errors, besides those that every operation can have. empty: of answers without a body.
     """
 
     name: str
     summary: str
-    answer: type[msgspec.Struct] | str
+    answer: type[msgspec.Struct] | Schema | str
     body: type[WireRequest] | None = None
     needs_body: bool = True
     form: Schema | None = None
@@ -131,6 +131,8 @@ def build_responses(operation: Operation, errors: Iterable[int]) -> dict[str, An
     content: dict[str, Any] = {}
     if isinstance(operation.answer, str):
         content[operation.answer] = {"schema": MEDIA[operation.answer]}
+    elif isinstance(operation.answer, dict):
+        content[JSON] = {"schema": operation.answer}
     else:
         one = refer_to(operation.answer)
         schema = {"anyOf": [one, {"type": "array", "items": one}]} if operation.is_list else one

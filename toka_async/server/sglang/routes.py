@@ -70,6 +70,13 @@ FLUSH = Operation(
     answer="text/plain",
     statuses=OF_CONTROL,
 )
+READ = Operation(
+    name="getWeightsByName",
+    summary="The first rows of a tensor of the checkpoint, as the engine has it",
+    body=weights.TensorRequest,
+    answer=weights.ROWS,
+    statuses=(504,),
+)
 ADMIN_ROUTES: Routes = {
     ("POST", "/pause_generation"): (
         control.pause_generation,
@@ -167,6 +174,8 @@ ADMIN_ROUTES: Routes = {
             statuses=OF_CONTROL,
         ),
     ),
+    ("GET", "/get_weights_by_name"): (weights.get_weights_by_name, READ),
+    ("POST", "/get_weights_by_name"): (weights.get_weights_by_name, replace(READ, name="getWeightsByNameByPost")),
     ("POST", "/release_memory_occupation"): (
         weights.release_memory_occupation,
         describe_update(

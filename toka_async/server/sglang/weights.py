@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -10,17 +11,21 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, Meta, UnsetType, field
 
+from toka_async.arrays import Float32
 from toka_async.control import Broadcast, GroupTransfer
 from toka_async.openai.errors import bad_request
 from toka_async.openai.fields import Unsupported
 from toka_async.openai.requests import WireRequest
-from toka_async.server.engine.control import ControlError, EngineControl
+from toka_async.openai.schemas import Schema
+from toka_async.server.engine.control import ControlError, ControlTimeoutError, EngineControl
+from toka_async.server.generate.events import ENCODER
 from toka_async.server.http.receive import read_optional, read_request
 from toka_async.server.http.respond import SERVICE, json_response
 from toka_async.server.vllm.weights import MOST_OFFSET, Seconds, Shapes, Text, Version, control_of, load_directory
 
 GROUP = "weight_update_group"
 LARGEST_PORT = 65535
+ROWS: Schema = {"type": "array", "items": {"type": ["number", "array", "null"]}}
 
 HINTS: Unsupported = {
     # Cached prompts are never found with other weights, whatever is asked for.
@@ -121,6 +126,13 @@ class SumsRequest(WireRequest, frozen=True, kw_only=True):
     }
 
     action: Literal["checksum"] = "checksum"
+
+
+class TensorRequest(WireRequest, frozen=True, kw_only=True):
+    """GET and POST /get_weights_by_name. truncate_size: rows, from the first one on."""
+
+    name: Text
+    truncate_size: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 100
 
 
 class TagsRequest(WireRequest, frozen=True, kw_only=True):
@@ -225,6 +237,25 @@ async def load_files(control: EngineControl, wire: DiskRequest) -> None:
 async def weights_checker(request: web.Request) -> web.Response:
     await read_optional(request, SumsRequest)
     return json_response(Sums(ranks=[RankSums(await control_of(request).checksum())]))
+
+
+async def get_weights_by_name(request: web.Request) -> web.Response:
+    """The first rows of a tensor: lists of numbers, and null where one is not finite."""
+    wire = await read_request(request, TensorRequest)
+    try:
+        rows = await control_of(request).read_tensor(wire.name, wire.truncate_size)
+    except ControlTimeoutError:
+        raise
+    except ControlError as error:
+        raise bad_request(str(error)) from None
+    executor = request.app[SERVICE].executor
+    body = await asyncio.get_running_loop().run_in_executor(executor, encode_rows, rows)
+    return web.Response(body=body, content_type="application/json")
+
+
+def encode_rows(rows: Float32) -> bytes:
+    """Encodes row by row, so that other threads have their turns."""
+    return b"[" + b",".join(ENCODER.encode(row.tolist()) for row in rows) + b"]"
 
 
 async def release_memory_occupation(request: web.Request) -> web.Response:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from tests.cases.requests import make_prompt, make_requests, run_group
 from tests.fakes.scheduler import READY, FakeScheduler
-from toka_async.control import Directory, GroupTransfer, PartSum, PauseMode
+from toka_async.arrays import f32_column
+from toka_async.control import Directory, GroupTransfer, PartRows, PartSum, PauseMode
 from toka_async.messages import Reason
-from toka_async.server.engine.control import ControlError, ControlTimeoutError, EngineControl, add_parts
+from toka_async.server.engine.control import ControlError, ControlTimeoutError, EngineControl, add_parts, join_rows
 from toka_async.server.engine.engine import Engine
 from toka_async.server.limits.jobs import NotServingError
 
@@ -379,6 +381,24 @@ def test_sums_of_parts_add_up_and_equal_parts_must_be_equal() -> None:
     assert add_parts(parts) == {"a": f"{2:016x}"}
     with pytest.raises(ControlError, match="ranks have different weights: a"):
         add_parts([*parts, PartSum("a", "1+1", 4)])
+
+
+async def test_rows_are_those_of_all_replicas() -> None:
+    engine, (_, second) = make_engine(2)
+    np.testing.assert_array_equal(await engine.control.read_tensor("w", 2), [[5, 5], [np.nan, np.nan]])
+    second.weights = 6
+    with pytest.raises(ControlError, match="replicas have different weights: w"):
+        await engine.control.read_tensor("w", 2)
+
+
+def test_parts_are_put_together_and_equal_ones_must_be_equal() -> None:
+    def make_part(start: int, *values: float) -> PartRows:
+        return PartRows(shape=(1, 3), starts=(0, start), sizes=(1, len(values)), values=f32_column(values))
+
+    parts = [make_part(1, 8, 9), make_part(0, 7), make_part(1, 8, 9)]
+    assert join_rows("a", parts).tolist() == [[7, 8, 9]]
+    with pytest.raises(ControlError, match="ranks have different weights: a"):
+        join_rows("a", [*parts, make_part(0, 8)])
 
 
 async def test_a_sleeping_engine_cannot_go_on() -> None:

@@ -36,7 +36,7 @@ from toka_async.server.responses.requests import (
 from toka_async.server.sglang import routes as sglang
 from toka_async.server.sglang.control import SglangAbort, SglangPause
 from toka_async.server.sglang.requests import SglangRequest, SglangSampling
-from toka_async.server.sglang.weights import DiskRequest, DistributedRequest, GroupRequest, TagsRequest
+from toka_async.server.sglang.weights import DiskRequest, DistributedRequest, GroupRequest, TagsRequest, TensorRequest
 from toka_async.server.vllm import routes as vllm
 from toka_async.server.vllm.control import AbortRequest
 from toka_async.server.vllm.requests import TokensRequest, VllmSampling
@@ -255,6 +255,7 @@ def test_the_guide_for_trainers_names_every_route_and_field() -> None:
     structs = (TokensRequest, VllmSampling, SglangRequest, SglangSampling, TransferInfo, UpdateInfo, UpdateRequest)
     structs += (SharedMemory, SharedGpu, SharedGpus, FinishRequest, VersionRequest, CheckRequest, RpcRequest)
     structs += (GroupRequest, DistributedRequest, DiskRequest, AbortRequest, SglangPause, SglangAbort, TagsRequest)
+    structs += (TensorRequest,)
     routes = vllm.ROUTES | sglang.ROUTES | vllm.ADMIN_ROUTES | sglang.ADMIN_ROUTES
     check_guide("TRAINING.md", routes, *structs)
 

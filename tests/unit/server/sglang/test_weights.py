@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.drivers.web_server import WebServer, web_server
-from toka_async.control import Broadcast, Directory, GroupTransfer, LoadTensors
+from toka_async.control import Broadcast, Directory, GroupTransfer, LoadTensors, ReadTensor
 from toka_async.server.vllm.weights import MOST_OFFSET
 
 GROUP = {"master_address": "[::1]", "master_port": "5000", "rank_offset": 1, "world_size": 2}
@@ -100,6 +100,22 @@ async def test_sums(server: WebServer) -> None:
     assert answer["ranks"][0]["checksums"]
 
 
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_a_tensor(server: WebServer, method: str) -> None:
+    """With null for what is not finite."""
+    for body, num_rows in (({"name": "w"}, 100), ({"name": "w", "truncate_size": 2}, 2)):
+        async with server.http.request(method, server.url + "/get_weights_by_name", json=body) as response:
+            assert (response.status, response.content_type) == (200, "application/json")
+            assert await response.json() == [[5, 5], [None, None]]
+        assert server.actions[-1] == ReadTensor(name="w", num_rows=num_rows)
+
+
+async def test_a_tensor_that_cannot_be_read_is_named(server: WebServer) -> None:
+    server.scheduler.control_error = "a: the model has no such tensor; did you mean b?"
+    error = await server.error("/get_weights_by_name", {"name": "a"})
+    assert error["message"] == "a: the model has no such tensor; did you mean b?"
+
+
 @pytest.mark.parametrize("was_paused", [False, True])
 async def test_the_memory(server: WebServer, was_paused: bool) -> None:
     if was_paused:
@@ -127,6 +143,12 @@ async def test_the_memory(server: WebServer, was_paused: bool) -> None:
         ("/update_weights_from_disk", {"model_path": "/x", "is_async": True}, "is_async"),
         ("/release_memory_occupation", {"tags": ["weights"]}, "tags"),
         ("/weights_checker", {"action": "snapshot"}, "action"),
+        ("/get_weights_by_name", {}, "name"),
+        ("/get_weights_by_name", {"name": "w", "truncate_size": 0}, "truncate_size"),
+        ("/get_weights_by_name", {"name": "w", "truncate_size": -1}, "truncate_size"),
+        ("/get_weights_by_name", {"name": "w", "truncate_size": 1.5}, "truncate_size"),
+        ("/get_weights_by_name", {"name": "w", "truncate_size": True}, "truncate_size"),
+        ("/get_weights_by_name", {"name": "w", "truncate_size": 2**40}, "truncate_size"),
     ],
 )
 async def test_what_cannot_be_meant_is_refused(server: WebServer, path: str, body: Any, param: str) -> None:
