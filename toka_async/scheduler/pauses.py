@@ -28,9 +28,9 @@ class PauseState:
         self._asked.append(number)
 
     def end_update(self, failed: bool) -> None:
-        """The open update is over; after a failed one there is a pause."""
+        """The open update is over; after a failed one nothing is computed, also in a pause that waits."""
         self.is_updating = False
-        if failed and self.mode is None:
+        if failed and not self.holds_steps:
             self.mode = "keep"
 
     def resume(self) -> list[ControlDone]:

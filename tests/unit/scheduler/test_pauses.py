@@ -6,7 +6,7 @@ import pytest
 
 from tests.drivers.page_rank import submit
 from tests.drivers.small_core import SmallCore, got, wanted
-from toka_async.control import Pause, PauseMode, ResetPrefixCache, Resume
+from toka_async.control import AbandonUpdate, BeginUpdate, Pause, PauseMode, ResetPrefixCache, Resume
 from toka_async.messages import Reason
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
@@ -54,6 +54,23 @@ def test_a_pause_can_wait_for_what_has_begun() -> None:
     core.drain()
     assert all(got(core.received[i]) == wanted(core.received[i]) for i in (0, 1, 2, 4))
     assert late.ended
+
+
+def test_nothing_is_computed_after_a_failed_update_within_a_pause_that_waits() -> None:
+    """Its tensors may have come in part."""
+    core = SmallCore()
+    start(core)
+    number = core.control(Pause(mode="wait"))
+    core.control(BeginUpdate())
+    while core.turn():
+        pass
+    core.control(AbandonUpdate())
+    assert not core.turn()
+    assert core.done[number].error == "", "nothing is computed any more"
+    assert not any(each.ended for each in core.received.values())
+    core.control(Resume())
+    core.drain()
+    assert all(got(each) == wanted(each) for each in core.received.values())
 
 
 def test_who_waits_for_a_pause_hears_that_the_engine_was_resumed() -> None:
