@@ -186,12 +186,12 @@ class RowMatchers:
 
     def _note_taken(self, runs: Sequence[_Run], token_ids: Int32, taken: Sequence[Sequence[bool]]) -> None:
         """Notes which rows have stopped or failed. taken: of each run, whether each row's token was allowed."""
-        is_end = self._is_end[token_ids]
-        for run, allowed in (
-            zip(runs, taken, strict=True) if is_end.any() or any(False in each for each in taken) else ()
-        ):
+        drawn = token_ids[np.concatenate([run.places for run in runs])]  # other rows may have drawn anything
+        if not self._is_end[drawn].any() and not any(False in each for each in taken):
+            return
+        for run, allowed in zip(runs, taken, strict=True):
             is_taken = np.array(allowed, np.bool_)
-            self._stop(run.slots[is_end[run.places] & is_taken])
+            self._stop(run.slots[self._is_end[token_ids[run.places]] & is_taken])
             for slot in run.slots[~is_taken].tolist():
                 self._note_error(slot)
 

@@ -22,6 +22,7 @@ from tests.cases.grammars import (
 from toka_async.grammars import matchers as module
 from toka_async.grammars import originals
 from toka_async.grammars.matchers import GrammarRow, RowMatchers, count_mask_threads
+from toka_async.grammars.vocabulary import WORD
 
 
 @pytest.fixture
@@ -157,9 +158,10 @@ def test_many_rows_that_have_stopped_or_gone_need_nothing(matchers: RowMatchers)
     masks = np.zeros((9, matchers.num_words), np.int32)
     assert matchers.fill(rows, masks) == []
     assert (masks == -1).all(), "they may draw anything"
-    matchers.advance(rows, np.zeros(9, np.int32))
+    anything = np.full(9, WORD * matchers.num_words - 1, np.int32)
+    matchers.advance(rows, anything)
     matchers.free(slots)
-    matchers.advance(rows, np.zeros(9, np.int32))
+    matchers.advance(rows, anything)
     assert not len(matchers)
 
 
