@@ -8,7 +8,7 @@
 
 Starts a server, gives it random weights several times, and compares the checksums of the last ones. The speed is that
 of copying 1 GiB the same way: from GPU to GPU, on one GPU, or from memory that is not pinned. The checksums of weights
-that the engine quantizes are of what these stand for, which differs.
+that the engine quantizes differ from the trainer's.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ PREFIX = 256  # tokens of a prompt that decide which replica it belongs to, and 
 TOKEN_BYTES = 4  # of a text, in the mean
 FACTOR = 0xBF58476D1CE4E5B9  # spreads 32 bits over 64; a constant of splitmix64
 MASK = (1 << 64) - 1
-BOUND = 1.25  # times the mean of all replicas' samples, up to which a replica gets all requests of its own prefixes
-FEW = 1 / 16  # of the samples that run at once; so many may be above the bound, as they take hardly longer than one
+BOUND = 1.25  # times the mean of all replicas' samples; a replica with more gets no further ones of its own prefixes
+FEW = 1 / 16  # of what a replica computes at once; it gets so many whatever others have, as they hardly slow it down
 
 
 class ReplicaRoom:

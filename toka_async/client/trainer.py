@@ -127,8 +127,8 @@ class Trainer:
         """Give a server on this machine all tensors of a checkpoint, through buckets of so many bytes each.
 
         They are in shared memory of the host, or of a GPU that a rank of the server uses too and that has the tensors.
-        There are NUM_BUCKETS of them: one is filled while the server loads others. On a GPU with room for them, buckets
-        of a quarter of the tensors are the fastest.
+        There are NUM_BUCKETS of them: one is filled while the server loads others. Larger ones are faster on a GPU, if
+        it has the room for all of them.
         """
         from toka_async.transfer.buckets import CudaWriter, ShmWriter, fill_in_turn
 

@@ -239,7 +239,7 @@ class RowMatchers:
     def _run_lanes(self, parts: Sequence[MatchedRows], tables: Sequence[Int32], drawn: Drawn | None) -> Iterator[Int32]:
         """Advances rows and writes masks in the threads of all lanes; yields the masks of each part when all are there.
 
-        Those of rows that have stopped or failed say nothing.
+        The masks of rows that have stopped or failed say nothing.
         """
         advanced = [] if drawn is None else self._find_runs(drawn[0])
         token_ids = np.empty(0, np.int32) if drawn is None else drawn[1]
