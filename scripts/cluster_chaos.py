@@ -4,12 +4,12 @@ A host is a set of namespaces (network, processes, mounts) with a /tmp of its ow
 link, and switched off by its link and SIGKILL. The model is simulated, with GPUs that are counted and locked as real
 ones. Needs root, iproute2, util-linux, and the extra `ray`. Nothing is left of it on the machine.
 
-    python scripts/cluster_chaos.py kill              # each process of a replica in turn
-    python scripts/cluster_chaos.py cut               # a host without network for a minute, and then again with it
-    python scripts/cluster_chaos.py head              # the head is switched off, and its tables with it
-    python scripts/cluster_chaos.py back              # the head is switched off for 30 s, with its tables on a disk
-    python scripts/cluster_chaos.py batch             # the head is switched off under a job of Ray Data
-    python scripts/cluster_chaos.py chaos --minutes 30
+    PYTHONPATH=$PWD python scripts/cluster_chaos.py kill  # each process of a replica in turn
+    PYTHONPATH=$PWD python scripts/cluster_chaos.py cut  # a host without network for a minute, and then again with it
+    PYTHONPATH=$PWD python scripts/cluster_chaos.py head  # the head is switched off, and its tables with it
+    PYTHONPATH=$PWD python scripts/cluster_chaos.py back  # the head is switched off for 30 s, with its tables on a disk
+    PYTHONPATH=$PWD python scripts/cluster_chaos.py batch  # the head is switched off under a job of Ray Data
+    PYTHONPATH=$PWD python scripts/cluster_chaos.py chaos --minutes 30
 
 Prints what was seen and when, and at the end figures as JSON. Exits with 1 when a request was lost, wrong or answered
 twice, or when a process or a lock is left.

@@ -1,8 +1,8 @@
 """A pool whose replicas are killed and replaced: counts the ends of requests, and what the pool costs.
 
-    python scripts/measure_pool.py fakes              # 200 fake replicas, 20 of them replaced, 100,000 requests
-    python scripts/measure_pool.py servers            # 3 servers on simulated ranks, 20 kills, 20,000 requests
-    python scripts/measure_pool.py choice             # how long it takes to choose one of 1,000 replicas
+    PYTHONPATH=. python scripts/measure_pool.py fakes  # 200 fake replicas, 20 of them replaced, 100,000 requests
+    PYTHONPATH=. python scripts/measure_pool.py servers  # 3 servers on simulated ranks, 20 kills, 20,000 requests
+    PYTHONPATH=. python scripts/measure_pool.py choice  # how long it takes to choose one of 1,000 replicas
 
 Fails if a request is lost, answered wrongly or answered twice.
 """
