@@ -1,7 +1,7 @@
 """Compiles grammars on a rank: the originals, of which rows' matchers are copies.
 
 Copies share the lexer of their original behind a lock, so that two threads at copies of one original wait for each
-other. So there are lanes, each of one thread, which has at most one original of a grammar. Knows no rows.
+other. So there are lanes, each mostly of one thread, which has at most one original of a grammar. Knows no rows.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ LONG = 0.02  # seconds of a processor; a grammar that takes longer is compiled o
 class _Compiled:
     """A grammar's originals, which never advance, by lane, and how many rows it has had.
 
-    first_mask: int32 [num_words], of a row without a token. is_slow: compiling it took long.
+    first_mask: int32 [num_words], of a row without a token. is_slow: compiling it took long. is_bad: it cannot be used.
     """
 
     originals: dict[int, LLMatcher] = field(default_factory=dict)
     first_mask: Int32 | None = None
     num_rows: int = 0
     is_slow: bool = False
+    is_bad: bool = False
 
 
 @dataclass(slots=True, frozen=True)
@@ -75,13 +76,17 @@ class Originals:
             compiled.num_rows += number
         for grammar in num_rows:
             compiled = self._compiled[grammar]
-            if compiled.originals:
+            if compiled.originals or compiled.is_bad:
                 continue
             under_way = self._under_way.get(grammar)
             try:
                 first = under_way.result() if under_way else self._compile_first(grammar)
             except GrammarError as error:
-                logger.warning("a grammar cannot be used: %s", error)
+                compiled.is_bad = True
+                logger.info("a grammar cannot be used: %s", error)  # the server says so, too
+            except Exception:  # it ends its rows, and not the rank
+                compiled.is_bad = True
+                logger.exception("the library fails at a grammar")
             else:
                 compiled.first_mask, compiled.is_slow = first.mask, first.is_slow
                 self._place(compiled, first.original)

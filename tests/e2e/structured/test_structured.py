@@ -14,8 +14,9 @@ import pytest
 
 from tests.cases.grammars import ORDER, TIGHT
 from tests.cases.marked_model import FIRST_MARK, TEMPLATE, write_marked_model
+from tests.drivers.until import wait_until
 from tests.processes.serving import Serving, free_port, serving
-from toka_async.client import SyncClient
+from toka_async.client import RequestError, SyncClient
 
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "order", "schema": ORDER, "strict": True}}
 PROMPTS = [f"Question: Mia buys {number} pens.\nAnswer:" for number in range(25)]
@@ -137,10 +138,32 @@ def test_other_routes(server: Serving) -> None:
 def test_what_cannot_be_enforced_is_refused_by_name(
     server: Serving, fields: dict[str, Any], param: str, word: str
 ) -> None:
-    status, answer = server.post("/v1/completions", prompt="x", **fields)
-    error = answer["error"]
-    assert (status, error["param"]) == (400, param)
-    assert word in error["message"]
+    for stream in (True, False):  # the engine may have the first one before it is found out
+        status, answer = server.post("/v1/completions", prompt="x", n=4, max_tokens=1000, stream=stream, **fields)
+        error = answer["error"]
+        assert (status, error["param"]) == (400, param)
+        assert word in error["message"]
+    wait_until(lambda: server.metric("num_requests_running") == 0)
+
+
+def test_a_grammar_that_cannot_be_enforced_is_refused_on_other_routes(server: Serving) -> None:
+    parts = [{"regex": "a", "max_new_tokens": 1000}, {"regex": "(a{3}", "max_new_tokens": 1000}]
+    status, answer = server.post("/generate", text=["x", "y"], sampling_params=parts)
+    assert (status, answer["error"]["param"]) == (400, "regex")
+    with SyncClient(URL) as client:
+        for text in (True, False):
+            with pytest.raises(RequestError, match="regex"):
+                client.generate("x", text=text, max_tokens=9, structured_outputs={"regex": "(b{3}"})
+    wait_until(lambda: server.metric("num_requests_running") == 0)
+
+
+def test_a_refused_response_names_its_own_field(server: Serving) -> None:
+    schema = {"type": "array", "uniqueItems": True}
+    text = {"format": {"type": "json_schema", "name": "order", "schema": schema, "strict": True}}
+    for _ in range(2):
+        status, answer = server.post("/v1/responses", model="demo", input="x", text=text)
+        assert (status, answer["error"]["param"]) == (400, "text.format")
+        assert "uniqueItems" in answer["error"]["message"]
 
 
 CITY: dict[str, Any] = {

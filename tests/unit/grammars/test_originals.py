@@ -9,6 +9,7 @@ import pytest
 from tests.cases.grammars import make_vocabulary
 from toka_async.grammars import originals as module
 from toka_async.grammars.originals import Originals
+from toka_async.grammars.vocabulary import GrammarVocabulary
 
 LANES = 3
 A, B = 'start: "a"', 'start: "b"'
@@ -59,11 +60,27 @@ def test_a_grammar_that_takes_long_is_compiled_once(
     assert len(compiled) == 1
 
 
-def test_a_grammar_that_does_not_compile_has_no_copies(originals: Originals) -> None:
-    originals.expect("start: (")
-    originals.add_rows(Counter({"start: (": 2, A: 1}))
-    assert not list_lanes(originals, "start: (", 2)
-    assert len(list_lanes(originals, A, 1)) == 1
+def test_a_grammar_that_does_not_compile_has_no_copies(originals: Originals, compiled: list[str]) -> None:
+    """It is compiled once: rows that wait for it would stop all others."""
+    for _ in range(3):
+        originals.expect("start: (")
+        originals.add_rows(Counter({"start: (": 2, A: 1}))
+        assert not list_lanes(originals, "start: (", 2)
+        assert len(list_lanes(originals, A, 1)) == 1
+    assert compiled.count("start: (") == 1
+
+
+def test_a_grammar_at_which_the_library_fails_has_no_copies(
+    originals: Originals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("of the library")
+
+    monkeypatch.setattr(GrammarVocabulary, "compile", fail)
+    originals.expect(A)
+    originals.add_rows(Counter({A: 1, B: 1}))
+    assert not list_lanes(originals, A, 1)
+    assert not list_lanes(originals, B, 1)
 
 
 def test_grammars_that_nobody_asked_for_lately_are_dropped(

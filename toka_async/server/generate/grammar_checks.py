@@ -1,4 +1,8 @@
-"""Compiles grammars before their requests are taken, as ranks will, and remembers which ones are good."""
+"""Compiles grammars as ranks will, and remembers which ones are good.
+
+A rank compiles a new grammar itself, and needs as long. So a request goes to the engine while its grammar is checked,
+and is cancelled if that is no good. Nobody hears of it before.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from hashlib import blake2b
 
 from toka_async.grammars.lark import GrammarError
@@ -27,6 +32,7 @@ class GrammarChecks:
         self._vocabulary: GrammarVocabulary | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._known: OrderedDict[bytes, str] = OrderedDict()  # by digest: what is wrong; empty: nothing is
+        self._under_way: dict[bytes, asyncio.Future[str]] = {}
 
     def start(self, vocab_size: int) -> None:
         """Makes the tokens for grammars in a thread, so that no request waits for them."""
@@ -38,24 +44,36 @@ class GrammarChecks:
         """Tells whether a grammar needs no check: it was good, or there is none."""
         return not grammar or self._known.get(digest(grammar)) == ""
 
+    def refuse_known(self, generation: GenerationParams) -> None:
+        """Raises ApiError (400) as `check` does, if it is known already that the grammar cannot be used."""
+        key = digest(generation.sampling.grammar)
+        if key in self._known:
+            self._known.move_to_end(key)
+            raise_error(generation, self._known[key])
+
     async def check(self, generation: GenerationParams, vocab_size: int) -> None:
         """Raises ApiError (400) for a request whose grammar cannot be used; names the field and why."""
+        self.refuse_known(generation)
         grammar = generation.sampling.grammar
-        if not grammar:
-            return
+        if not self.knows(grammar):
+            raise_error(generation, await asyncio.shield(self._find(grammar, vocab_size)))
+
+    def _find(self, grammar: str, vocab_size: int) -> asyncio.Future[str]:
+        """Finds what is wrong with a grammar, once for all requests that wait for it."""
         key = digest(grammar)
-        error = self._known.get(key)
-        if error is None:
+        if key not in self._under_way:
             self.start(vocab_size)
-            error = await asyncio.get_running_loop().run_in_executor(self._executor, self._find_error, grammar)
-            self._known[key] = error
-            if len(self._known) > MOST_KNOWN:
-                self._known.popitem(last=False)
-        else:
-            self._known.move_to_end(key)
-        if error:
-            name = generation.grammar_param
-            raise bad_request(f"'{name}' cannot be enforced: {error}", param=name, code="invalid_grammar")
+            found = asyncio.get_running_loop().run_in_executor(self._executor, self._find_error, grammar)
+            self._under_way[key] = found
+            found.add_done_callback(partial(self._note, key))
+        return self._under_way[key]
+
+    def _note(self, key: bytes, found: asyncio.Future[str]) -> None:
+        del self._under_way[key]
+        if not found.cancelled() and found.exception() is None:
+            self._known[key] = found.result()
+        if len(self._known) > MOST_KNOWN:
+            self._known.popitem(last=False)
 
     def _find_error(self, grammar: str) -> str:
         assert self._vocabulary is not None
@@ -68,3 +86,10 @@ class GrammarChecks:
 
 def digest(grammar: str) -> bytes:
     return blake2b(grammar.encode(), digest_size=16).digest()
+
+
+def raise_error(generation: GenerationParams, error: str) -> None:
+    """Raises ApiError (400) that names the field, if there is an error."""
+    if error:
+        name = generation.grammar_param
+        raise bad_request(f"'{name}' cannot be enforced: {error}", param=name, code="invalid_grammar")

@@ -232,8 +232,8 @@ class Service:
         """A request of these prompts. `param` names their field in errors. num_echoed: characters of an echo.
 
         Raises:
-            ApiError: 400, a prompt and its completion do not fit, the answer could be too large, or the grammar is no
-                good.
+            ApiError: 400, a prompt and its completion do not fit, the answer could be too large, or the grammar is
+                known to be no good.
         """
         if self._writes_spaces and not (generation.spaces_between_special_tokens or generation.skip_special_tokens):
             name = "spaces_between_special_tokens"
@@ -241,7 +241,7 @@ class Service:
         if generation.thinking_budget is not None:
             own = self.response_format, self.tokenizer, self.defaults.end_ids
             generation = bound_thoughts(generation, prompts, *own)
-        await self.grammars.check(generation, limits.vocab_size)
+        self.grammars.refuse_known(generation)
         budgets = [
             token_budget(limits, len(prompt), generation.max_tokens, param) async for prompt in in_slices(prompts)
         ]
@@ -330,6 +330,7 @@ class Service:
         waited: seconds of the account's timeout that have passed.
 
         Raises:
+            ApiError: 400, the grammar is no good; what was submitted is cancelled.
             NotServingError, OverloadedError: nothing was submitted.
         """
         generation, prompts, options = request.generation, request.prompts, text_options(request.generation)
@@ -344,6 +345,7 @@ class Service:
             names: dict[str, int | None] = {generation.request_id: None} if generation.request_id else {}
             with noted(prompts, group), watched, self.engine.control.named(names, group):
                 async with self.engine.running(requests, group, account.timeout, waited):
+                    await self.grammars.check(generation, request.vocab_size)
                     self.log_prompts(account, prompts)
                     yield Run(generation, prompts, options, group)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ from toka_async.server.responses.objects import (
     ResponseUsage,
 )
 from toka_async.server.responses.requests import ResponsesRequest
-from toka_async.server.responses.translate import make_chat, rename_fields
+from toka_async.server.responses.translate import make_chat, rename_field, rename_fields
 from toka_async.text.formats.format import new_call_id
 from toka_async.text.formats.parser import Call, Part, ResponseParser
 
@@ -50,7 +51,10 @@ async def prepare_response(service: Service, wire: ResponsesRequest) -> tuple[Pr
         prepared, chat = await prepare_fitting(service, make_chat(wire), drops=wire.truncation == "auto")
     except ApiError as error:
         raise rename_fields(error) from None
-    sampling = prepared.generation.sampling
+    # What is found of its grammar once it runs names the field as it is here.
+    own_name = rename_field(prepared.generation.grammar_param)
+    generation = dataclasses.replace(prepared.generation, grammar_param=own_name)
+    prepared, sampling = dataclasses.replace(prepared, generation=generation), generation.sampling
     begun = ResponseObject(
         id=f"resp_{wire.request_id or secrets.token_hex(16)}",
         created_at=chat.header.created,

@@ -181,10 +181,13 @@ def make_choice(choice: Any) -> Any:
 def rename_fields(error: ApiError) -> ApiError:
     """The error of a chat with the names that the fields have here."""
     message = _FUNCTION.sub(r"\1", _QUOTED.sub(lambda match: NAMES[match[0]], error.message))
-    param = error.param
-    if param is not None:
-        param = _FUNCTION.sub(r"\1", param)
-        old = next((name for name in NAMES if param == name or param.startswith((f"{name}.", f"{name}["))), None)
-        param = param if old is None else NAMES[old] + param.removeprefix(old)
+    param = None if error.param is None else rename_field(error.param)
     logged = error.logged if error.logged != error.message else None
     return ApiError(error.status, message, param=param, code=error.code, retry_after=error.retry_after, logged=logged)
+
+
+def rename_field(param: str) -> str:
+    """The name that a chat's field has here, also of a part of it."""
+    param = _FUNCTION.sub(r"\1", param)
+    old = next((name for name in NAMES if param == name or param.startswith((f"{name}.", f"{name}["))), None)
+    return param if old is None else NAMES[old] + param.removeprefix(old)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -25,20 +26,39 @@ def checks() -> GrammarChecks:
     return GrammarChecks(load_tokenizer(), END_IDS)
 
 
-async def test_a_good_grammar_is_compiled_once(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled, check = [], GrammarVocabulary.check
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The grammars that were compiled."""
+    grammars, check = list[str](), GrammarVocabulary.check
 
     def count(self: GrammarVocabulary, grammar: str) -> None:
-        compiled.append(grammar)
+        grammars.append(grammar)
         check(self, grammar)
 
     monkeypatch.setattr(GrammarVocabulary, "check", count)
+    return grammars
+
+
+async def test_a_good_grammar_is_compiled_once(checks: GrammarChecks, compiled: list[str]) -> None:
     request = ask(regex="a+")
+    checks.refuse_known(request)
     assert not checks.knows(request.sampling.grammar)
     for _ in range(3):
         await checks.check(request, NUM_TOKENS)
     assert checks.knows(request.sampling.grammar)
     assert compiled == [request.sampling.grammar]
+
+
+async def test_requests_that_come_during_a_check_wait_for_the_same(checks: GrammarChecks, compiled: list[str]) -> None:
+    request = ask(regex="a(")
+    waiting = [asyncio.create_task(checks.check(request, NUM_TOKENS)) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(each) for each in outcomes] == [asyncio.CancelledError, ApiError, ApiError]
+    assert compiled == [request.sampling.grammar]
+    with pytest.raises(ApiError):
+        checks.refuse_known(request)
 
 
 async def test_a_bad_grammar_is_refused_each_time_with_its_field(checks: GrammarChecks) -> None:
@@ -47,6 +67,18 @@ async def test_a_bad_grammar_is_refused_each_time_with_its_field(checks: Grammar
             await checks.check(ask(guided_json={"type": "array", "uniqueItems": True}), NUM_TOKENS)
         assert (caught.value.status, caught.value.param) == (400, "guided_json")
         assert "uniqueItems" in caught.value.message
+    assert not checks.knows(ask(guided_json={"type": "array", "uniqueItems": True}).sampling.grammar)
+
+
+async def test_a_check_that_breaks_is_tried_again(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("broken")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(GrammarVocabulary, "check", fail)
+        with pytest.raises(OSError, match="broken"):
+            await checks.check(ask(regex="a"), NUM_TOKENS)
+    await checks.check(ask(regex="a"), NUM_TOKENS)
 
 
 async def test_requests_without_a_grammar_need_nothing(checks: GrammarChecks) -> None:
@@ -55,9 +87,10 @@ async def test_requests_without_a_grammar_need_nothing(checks: GrammarChecks) ->
     assert checks._vocabulary is None
 
 
-async def test_old_checks_are_forgotten(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_old_checks_are_forgotten(
+    checks: GrammarChecks, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grammar_checks, "MOST_KNOWN", 2)
-    requests = [ask(regex=text) for text in "abc"]
-    for request in requests:
-        await checks.check(request, NUM_TOKENS)
-    assert [checks.knows(request.sampling.grammar) for request in requests] == [False, True, True]
+    for text in "abcbca":
+        await checks.check(ask(regex=text), NUM_TOKENS)
+    assert compiled == [ask(regex=text).sampling.grammar for text in "abca"]

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.drivers.until import until
 from tests.drivers.web_server import WebServer, web_server
 from tests.fakes.scheduler import random_tokens
 from toka_async.arrays import as_i32
@@ -170,7 +171,6 @@ async def test_the_models_sampling_defaults_do_not_hold() -> None:
         ({"input_ids": [400]}, "input_ids"),
         ({"input_ids": None, "text": ""}, "text"),
         ({"sampling_params": {"max_new_tokens": 1000}}, "max_tokens"),
-        ({"sampling_params": {"regex": "a("}}, "regex"),
         ({"sampling_params": {"custom_params": {"a": 1}}}, "sampling_params.custom_params.a"),
         ({"sampling_params": {"nonsense": 1}}, "sampling_params.nonsense"),
         ({"sampling_params": [{}, {}]}, "sampling_params"),
@@ -190,6 +190,15 @@ async def test_the_models_sampling_defaults_do_not_hold() -> None:
 async def test_what_cannot_be_answered_is_named(server: WebServer, fields: dict[str, Any], param: str) -> None:
     assert (await server.error(PATH, body() | fields))["param"] == param
     assert not server.scheduler.submits
+
+
+async def test_a_grammar_is_checked_while_its_request_runs(server: WebServer) -> None:
+    """What is found out afterwards is cancelled; what is known by then is not submitted."""
+    fields = {"sampling_params": {"regex": "a("}}
+    for _ in range(2):
+        assert (await server.error(PATH, body() | fields))["param"] == "regex"
+    assert len(server.scheduler.submits) == 1
+    await until(lambda: not server.engine.busy)
 
 
 async def test_the_answers_of_all_parts_count(server: WebServer) -> None:
