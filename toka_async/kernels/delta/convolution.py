@@ -97,7 +97,6 @@ def _convolve(
 ):
     """One program convolves one head of some tokens."""
     follow(pdl)
-    token = tl.program_id(0).to(tl.int64) * tokens + tl.arange(0, tokens)
     head = tl.program_id(1)
     column = tl.arange(0, dim_pad)
     num_channels: tl.constexpr = 2 * key_heads * key_dim + value_heads * value_dim
@@ -106,35 +105,62 @@ def _convolve(
     first = tl.where(is_value, 2 * key_heads * (key_dim - value_dim) + head * value_dim, head * key_dim)
     channel = first + column
     in_head = column < dim
+    token = tl.program_id(0).to(tl.int64) * tokens + tl.arange(0, tokens)
     in_step = token < num_tokens
+    target = convolved + token[:, None] * num_channels + channel[None, :]
+    wanted = in_step[:, None] & in_head[None, :]
     slot = tl.load(slots + token, mask=in_step, other=0).to(tl.int64)
-    has_state = (in_step & (slot != padding))[:, None] & in_head[None, :]
-    offset = tl.zeros((tokens,), tl.int32)
-    if not is_step:
-        offset = tl.load(offsets + token, mask=in_step, other=0) - 1
-        if tl.max(offset, 0) < 0:
-            return  # there is no token of a chunk
-        has_state = has_state & (offset >= 0)[:, None]
     kept = states + slot[:, None] * state_stride + channel[None, :] * (width - 1)
-    total = tl.zeros((tokens, dim_pad), tl.float32)
-    for tap in tl.static_range(width):
-        is_here = (offset >= width - 1 - tap)[:, None]
-        here = in_step[:, None] & in_head[None, :] & is_here
-        place = projected + (token - (width - 1 - tap))[:, None] * stride + channel[None, :]
-        x = tl.load(place, mask=here, other=0.0)
-        if tap < width - 1:
-            before = has_state & (offset < width - 1 - tap)[:, None]
-            x = tl.where(is_here, x, tl.load(kept + (tap + offset[:, None]), mask=before, other=0.0))
-        weight = tl.load(weights + channel * width + tap, mask=in_head, other=0.0).to(tl.float32)
-        total += x.to(tl.float32) * weight[None, :]
-        if is_step and tap > 0:
-            tl.store(kept + (tap - 1), x, mask=has_state)
+    if is_step:
+        has_state = wanted & (slot != padding)[:, None]
+        total = tl.zeros((tokens, dim_pad), tl.float32)
+        for tap in tl.static_range(width):
+            if tap < width - 1:
+                x = tl.load(kept + tap, mask=has_state, other=0.0)
+            else:
+                x = tl.load(projected + token[:, None] * stride + channel[None, :], mask=wanted, other=0.0)
+            total += _weigh(x, weights, channel, in_head, tap, width)
+            if tap > 0:
+                tl.store(kept + (tap - 1), x, mask=has_state)
+        _store_head(total, target, wanted, head, scale, key_heads, eps)
+    else:
+        offset = tl.load(offsets + token, mask=in_step, other=0) - 1
+        begins = tl.min(tl.where(offset < 0, width, offset), 0) < width - 1
+        total = tl.zeros((tokens, dim_pad), tl.float32)
+        if begins:
+            # A chunk's first tokens, which few programs have. All others do not look for what was before them.
+            has_state = (offset >= 0) & (slot != padding)
+            for tap in range(width):
+                is_here = offset >= width - 1 - tap
+                place = projected + (token - (width - 1 - tap))[:, None] * stride + channel[None, :]
+                x = tl.load(place, mask=wanted & is_here[:, None], other=0.0)
+                before = wanted & (has_state & ~is_here)[:, None]
+                x += tl.load(kept + (tap + offset[:, None]), mask=before, other=0.0)
+                total += _weigh(x, weights, channel, in_head, tap, width)
+            _store_head(total, target, wanted, head, scale, key_heads, eps)
+        elif tl.max(offset, 0) >= 0:  # there is a token of a chunk
+            wanted = wanted & (offset >= 0)[:, None]
+            for tap in tl.static_range(width):
+                place = projected + (token - (width - 1 - tap))[:, None] * stride + channel[None, :]
+                x = tl.load(place, mask=wanted, other=0.0)
+                total += _weigh(x, weights, channel, in_head, tap, width)
+            _store_head(total, target, wanted, head, scale, key_heads, eps)
+
+
+@triton.jit
+def _weigh(x, weights, channel, in_head, tap, width: tl.constexpr):
+    """Multiplies inputs [tokens, dim_pad] by the weights of one tap."""
+    weight = tl.load(weights + channel * width + tap, mask=in_head, other=0.0)
+    return x.to(tl.float32) * weight.to(tl.float32)[None, :]
+
+
+@triton.jit
+def _store_head(total, target, wanted, head, scale, key_heads: tl.constexpr, eps: tl.constexpr):
+    """Stores a head of tokens after SiLU: queries and keys with length 1, queries with their scale."""
     active = total * tl.sigmoid(total)
     length = tl.rsqrt(tl.sum(active * active, 1) + eps)
-    factor = tl.where(is_value, 1.0, length * tl.where(head < key_heads, scale, 1.0))
-    target = convolved + token[:, None] * num_channels + channel[None, :]
-    value = (active * factor[:, None]).to(convolved.dtype.element_ty)
-    tl.store(target, value, mask=in_step[:, None] & in_head[None, :])
+    factor = tl.where(head >= 2 * key_heads, 1.0, length * tl.where(head < key_heads, scale, 1.0))
+    tl.store(target, (active * factor[:, None]).to(target.dtype.element_ty), mask=wanted)
 
 
 def keep_inputs(projected: Tensor, states: Tensor, chunks: StepChunks, shape: DeltaShape) -> None:
