@@ -48,7 +48,10 @@ class TritonStateOps:
         layout = ChunkCells(int(batch.query_lengths.sum()), num_pieces, num_chunks)
         cells = np.zeros(layout.count, dtype=np.int32)
         layout.fill(cells, cut, batch.states, first, lengths)
-        self._chunks = layout.read(to_device(cells, self._cache.device), num_pieces, num_chunks)
+        most_pieces = num_pieces
+        if first:
+            most_pieces = min(num_pieces, self._count_programs(layout.num_tokens)[0])
+        self._chunks = layout.read(to_device(cells, self._cache.device), most_pieces, num_chunks)
 
     def plan_graph(self, batch: AttentionBatch) -> None:
         self._slots, self._chunks = batch.slots, None
@@ -67,8 +70,7 @@ class TritonStateOps:
         num_tokens, num_rows = len(batch.write_indices), batch.num_decode
         # Rows that do not decode have no context.
         self._slots = torch.where(batch.contexts > 0, batch.slots, self._cache.padding)
-        most = count_programs(num_tokens, self._cache.inputs.dtype, self._cache.device)
-        self._chunks = _make_layout(num_tokens, num_rows).read(cells, *most)
+        self._chunks = _make_layout(num_tokens, num_rows).read(cells, *self._count_programs(num_tokens))
 
     def compute(self, layer: int, inputs: Tensor, z: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
         cache, shape, chunks, num_rows = self._cache, self._cache.shape, self._chunks, len(self._slots)
@@ -95,6 +97,10 @@ class TritonStateOps:
             # Last: rows with which a graph is filled up have written to the places of chunks' tokens.
             norm_outputs(read, z, chunks.offsets, weights.norm, weights.eps, output)
         return output
+
+    def _count_programs(self, num_tokens: int) -> tuple[int, int]:
+        """Counts programs for the pieces and the chunks of a step with decoding rows."""
+        return count_programs(num_tokens, self._cache.shape.num_value_heads, self._cache.device)
 
 
 def _make_layout(num_tokens: int, num_rows: int) -> ChunkCells:

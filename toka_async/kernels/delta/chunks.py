@@ -16,7 +16,7 @@ from toka_async.kernels.delta.step import load_rates
 
 _BLOCKS = 4  # of a piece, whose systems are solved row by row; the rest is products
 _VALUES = 32  # of a head, whose states one program takes through the pieces
-_FEW = 16  # programs beside those for a step's tokens in whole pieces
+_SOLVING = 1  # programs of a multiprocessor, beside which those of decoding rows run
 _CHUNKS = 16  # programs for each part of a head's state, which fill a GPU
 
 
@@ -25,12 +25,19 @@ def count_piece_tokens(dtype: torch.dtype) -> int:
     return 32 if dtype == torch.float32 else 64
 
 
-def count_programs(num_tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int]:
-    """Counts programs for the pieces and the chunks of any step of so many tokens."""
-    most_pieces = -(-num_tokens // count_piece_tokens(dtype)) + _FEW
-    if has_tensor_memory(device):  # which does not hold what a loop over pieces keeps there
-        most_pieces = num_tokens
-    return min(num_tokens, most_pieces), min(num_tokens, _CHUNKS)
+def count_programs(num_tokens: int, heads: int, device: torch.device) -> tuple[int, int]:
+    """Counts programs for the pieces, and for the chunks, of any step of so many tokens that has decoding rows as well.
+
+    A program solves many pieces, so that it leaves room for the programs of rows, which would wait for all others.
+    """
+    of_pieces = num_tokens  # at most
+    if not has_tensor_memory(device):  # which does not hold what a loop over pieces keeps there
+        of_pieces = max(1, _SOLVING * _count_processors(device) // heads)
+    return min(num_tokens, of_pieces), min(num_tokens, _CHUNKS)
+
+
+def _count_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def has_tensor_memory(device: torch.device) -> bool:
@@ -77,7 +84,7 @@ def read_chunks(
         value_pad=value_pad,
         count=_BLOCKS,
         takes_several=3 * chunks.most_pieces < len(chunks.pieces),
-        num_warps=8,
+        num_warps=8 if convolved.dtype == torch.float32 else 4,
         **dims,
     )
     values = min(_VALUES // 2 if convolved.dtype == torch.float32 else _VALUES, value_pad)
@@ -208,19 +215,18 @@ def _solve_piece(
     beta, total = _load_decays(gates, gate_stride, log_decay, time_bias, token, inside, head, value_heads)
     remains = tl.exp(tl.where(is_before, total[:, None] - total[None, :], 0.0))
     system = tl.dot(key, tl.trans(key), input_precision=precision) * remains * beta[:, None]
-    inverse = _invert(tl.where(is_before, system, 0.0), tokens, count).to(key.dtype)
-    known_keys = (key * (beta * tl.exp(total))[:, None]).to(key.dtype)
+    inverse = _invert(tl.where(is_before, system, 0.0), tokens, count, precision) * beta[None, :]
     place = (token * value_heads + head)[:, None]
-    solved_keys = tl.dot(inverse, known_keys, input_precision=precision)
+    of_keys = (inverse * tl.exp(total)[None, :]).to(key.dtype)
+    solved_keys = tl.dot(of_keys, key, input_precision=precision)
     tl.store(reads + place * key_dim + i[None, :], solved_keys.to(key.dtype), mask=in_keys)
-    values = convolved + token[:, None] * num_channels + of_value[None, :]
-    known = (tl.load(values, mask=in_values, other=0.0) * beta[:, None]).to(key.dtype)
-    solved = tl.dot(inverse, known, input_precision=precision)
+    value = tl.load(convolved + token[:, None] * num_channels + of_value[None, :], mask=in_values, other=0.0)
+    solved = tl.dot(inverse.to(key.dtype), value, input_precision=precision)
     tl.store(learned + place * value_dim + j[None, :], solved.to(key.dtype), mask=in_values)
 
 
 @triton.jit
-def _invert(lower, tokens: tl.constexpr, count: tl.constexpr):
+def _invert(lower, tokens: tl.constexpr, count: tl.constexpr, precision: tl.constexpr):
     """Inverts 1 + lower, [tokens, tokens], where `lower` is strictly lower triangular.
 
     The blocks on the diagonal, four, are inverted row by row, all at once. Their inverse times the rest is M, whose
@@ -240,10 +246,10 @@ def _invert(lower, tokens: tl.constexpr, count: tl.constexpr):
     inverse += (r[:, None] == r[None, :]).to(tl.float32)[None, :, :]
     of_blocks = tl.reshape(tl.where(is_diagonal, inverse[:, :, None, :], 0.0), (tokens, tokens))
     rest = tl.reshape(tl.where(is_diagonal, 0.0, blocks), (tokens, tokens))
-    rest = tl.dot(of_blocks, rest, input_precision="tf32x3")
-    square = tl.dot(rest, rest, input_precision="tf32x3")
-    of_blocks += tl.dot(square, of_blocks, input_precision="tf32x3")
-    return of_blocks - tl.dot(rest, of_blocks, input_precision="tf32x3")
+    rest = tl.dot(of_blocks, rest, input_precision=precision)
+    square = tl.dot(rest, rest, input_precision=precision)
+    of_blocks += tl.dot(square, of_blocks, input_precision=precision)
+    return of_blocks - tl.dot(rest, of_blocks, input_precision=precision)
 
 
 @triton.jit

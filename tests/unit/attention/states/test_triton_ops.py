@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -21,6 +23,7 @@ from toka_async.attention.states import triton_ops
 from toka_async.attention.states.torch_ops import TorchStateOps
 from toka_async.attention.states.triton_ops import TritonStateOps
 from toka_async.kernels.delta import step
+from toka_async.kernels.delta.chunks import count_programs
 from toka_async.kernels.delta.layer import DeltaShape
 
 SQUARE = DeltaShape(num_key_heads=1, num_value_heads=1, key_dim=32, value_dim=32, width=2)
@@ -35,8 +38,9 @@ TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 8e-2}
         ([], [(2, 80), (4, 3)], [(0, 1, 0), (0, 70, 1), (1, 3, 2)], SHAPE, torch.float32),
         ([0, 5], [(2, 70)], [(0, 64, 0)], SQUARE, torch.float32),
         ([3], [(1, 40)], [], SHAPE, torch.bfloat16),
+        ([], [(1, 70)], [(0, 64, 0), (0, 66, 2)], SHAPE, torch.bfloat16),
     ],
-    ids=["decode", "several pieces", "kept states", "square", "bfloat16"],
+    ids=["decode", "several pieces", "kept states", "square", "bfloat16", "kept states, bfloat16"],
 )
 def test_kernels_compute_what_single_tokens_do(
     decode: list[int],
@@ -60,6 +64,58 @@ def test_kernels_compute_what_single_tokens_do(
     torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(ours.recurrent, exact.recurrent, atol=tolerance, rtol=tolerance)
     assert torch.equal(ours.inputs, exact.inputs)
+
+
+@pytest.mark.parametrize("num_programs", [1, 2, 5])
+def test_beside_rows_a_program_solves_several_pieces(
+    num_programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four pieces: all, two, or one. What comes out has the same bits."""
+    weights, batch = make_weights(SHAPE, torch.float32, device), make_batch([4], [(2, 70), (0, 5)], [], device)
+    projected, gates = make_inputs(SHAPE, int(batch.query_lengths.sum()), torch.float32, device)
+    inputs, z = split_z(SHAPE, projected)
+    results = []
+    for most in (num_programs, 100):
+        monkeypatch.setattr(triton_ops, "count_programs", lambda *_, most=most: (most, 16))
+        cache = make_cache(SHAPE, torch.float32, device)
+        ops = TritonStateOps(cache)
+        ops.plan(batch)
+        assert ops._chunks is not None
+        assert ops._chunks.most_pieces == min(most, 4)
+        results.append((ops.compute(0, inputs, z, gates, weights), cache.recurrent))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_chunks_alone_have_a_program_for_each_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_ops, "count_programs", lambda *_: (1, 1))
+    cpu = torch.device("cpu")
+    ops = TritonStateOps(make_cache(SHAPE, torch.float32, cpu))
+    ops.plan(make_batch([], [(2, 70), (0, 5)], [], cpu))
+    assert ops._chunks is not None
+    assert (ops._chunks.most_pieces, ops._chunks.most_chunks) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "heads", "capability", "expected"),
+    [
+        (8192, 32, (9, 0), (4, 16)),  # 128 programs on 132 multiprocessors
+        (8192, 8, (9, 0), (16, 16)),
+        (8192, 256, (9, 0), (1, 16)),  # at least one for each head
+        (3, 8, (9, 0), (3, 3)),
+        (8192, 32, (10, 0), (8192, 16)),  # none takes several
+    ],
+)
+def test_programs_for_pieces_leave_room_for_rows(
+    num_tokens: int,
+    heads: int,
+    capability: tuple[int, int],
+    expected: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert count_programs(num_tokens, heads, torch.device("cuda")) == expected
 
 
 @pytest.mark.parametrize("ops", [TritonStateOps, TorchStateOps])
