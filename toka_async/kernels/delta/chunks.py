@@ -73,12 +73,15 @@ def read_chunks(
         "tokens": count_piece_tokens(convolved.dtype),
         "precision": "tf32x3" if convolved.dtype == torch.float32 else "tf32",
     }
-    rates = gates, gates.stride(0), weights.log_decay, weights.time_bias
+    decays = torch.empty(num_tokens, heads, dtype=torch.float32, device=convolved.device)
     of_pieces = chunks.counts, chunks.pieces
-    solved = learned, reads
+    solved = learned, reads, decays
     _solve[chunks.most_pieces, heads](
         convolved,
-        *rates,
+        gates,
+        gates.stride(0),
+        weights.log_decay,
+        weights.time_bias,
         *of_pieces,
         *solved,
         value_pad=value_pad,
@@ -90,7 +93,6 @@ def read_chunks(
     values = min(_VALUES // 2 if convolved.dtype == torch.float32 else _VALUES, value_pad)
     _read[chunks.most_chunks, heads, triton.cdiv(shape.value_dim, values)](
         convolved,
-        *rates,
         states,
         states.stride(0),
         *of_pieces,
@@ -106,13 +108,6 @@ def read_chunks(
 
 
 @triton.jit
-def _load_decays(gates, stride, log_decay, time_bias, token, inside, head, value_heads: tl.constexpr):
-    """Returns beta and the sums of g up to each token of a piece; tokens behind its end decay nothing."""
-    beta, decay = load_rates(gates + token * stride, log_decay, time_bias, head, value_heads)
-    return tl.where(inside, beta, 0.0), tl.cumsum(tl.where(inside, decay, 0.0), 0)
-
-
-@triton.jit
 def _solve(
     convolved,
     gates,
@@ -123,6 +118,7 @@ def _solve(
     pieces,
     learned,
     reads,
+    decays,
     key_heads: tl.constexpr,
     value_heads: tl.constexpr,
     key_dim: tl.constexpr,
@@ -150,6 +146,7 @@ def _solve(
                 pieces + 3 * number,
                 learned,
                 reads,
+                decays,
                 key_heads,
                 value_heads,
                 key_dim,
@@ -170,6 +167,7 @@ def _solve(
             pieces + 3 * tl.program_id(0),
             learned,
             reads,
+            decays,
             key_heads,
             value_heads,
             key_dim,
@@ -192,6 +190,7 @@ def _solve_piece(
     piece,
     learned,
     reads,
+    decays,
     key_heads: tl.constexpr,
     value_heads: tl.constexpr,
     key_dim: tl.constexpr,
@@ -212,7 +211,9 @@ def _solve_piece(
     token = (first + tl.where(inside, t, 0)).to(tl.int64)
     in_keys, in_values = inside[:, None] & (i < key_dim)[None, :], inside[:, None] & (j < value_dim)[None, :]
     key = tl.load(convolved + token[:, None] * num_channels + of_key[None, :], mask=in_keys, other=0.0)
-    beta, total = _load_decays(gates, gate_stride, log_decay, time_bias, token, inside, head, value_heads)
+    beta, decay = load_rates(gates + token * gate_stride, log_decay, time_bias, head, value_heads)
+    beta, total = tl.where(inside, beta, 0.0), tl.cumsum(tl.where(inside, decay, 0.0), 0)
+    tl.store(decays + token * value_heads + head, total, mask=inside)
     remains = tl.exp(tl.where(is_before, total[:, None] - total[None, :], 0.0))
     system = tl.dot(key, tl.trans(key), input_precision=precision) * remains * beta[:, None]
     inverse = _invert(tl.where(is_before, system, 0.0), tokens, count, precision) * beta[None, :]
@@ -255,10 +256,6 @@ def _invert(lower, tokens: tl.constexpr, count: tl.constexpr, precision: tl.cons
 @triton.jit
 def _read(
     convolved,
-    gates,
-    gate_stride,
-    log_decay,
-    time_bias,
     states,
     state_stride,
     counts,
@@ -266,6 +263,7 @@ def _read(
     chunks,
     learned,
     reads,
+    decays,
     output,
     key_heads: tl.constexpr,
     value_heads: tl.constexpr,
@@ -299,18 +297,42 @@ def _read(
             place = (token * value_heads + head)[:, None]
             read = tl.load(reads + place * key_dim + i[None, :], mask=in_keys, other=0.0)
             value = tl.load(learned + place * value_dim + j[None, :], mask=in_values, other=0.0)
-            _, total = _load_decays(gates, gate_stride, log_decay, time_bias, token, inside, head, value_heads)
+            total = tl.load(decays + token * value_heads + head, mask=inside, other=0.0)
             last = tl.sum(tl.where(t == length - 1, total, 0.0), 0)
             rounded = state.to(key.dtype)
-            new = (value - tl.dot(read, rounded, input_precision=precision)).to(key.dtype)
+            new = value - tl.dot(read, rounded, input_precision=precision)
             is_seen = t[:, None] >= t[None, :]
             remains = tl.where(is_seen, tl.exp(tl.where(is_seen, total[:, None] - total[None, :], 0.0)), 0.0)
             scores = (tl.dot(query, tl.trans(key), input_precision=precision) * remains).to(key.dtype)
             seen = tl.dot(query, rounded, input_precision=precision) * tl.exp(total)[:, None]
-            seen += tl.dot(scores, new, input_precision=precision)
+            seen += tl.dot(scores, new.to(key.dtype), input_precision=precision)
             tl.store(output + place * value_dim + j[None, :], seen.to(key.dtype), mask=in_values)
-            left = (key * tl.where(inside, tl.exp(last - total), 0.0)[:, None]).to(key.dtype)
-            state = state * tl.exp(last) + tl.dot(tl.trans(left), new, input_precision=precision)
+            # Scaled on this side of the product, where there are fewer values, and keys need not leave shared memory.
+            left = (new * tl.where(inside, tl.exp(last - total), 0.0)[:, None]).to(key.dtype)
+            state = state * tl.exp(last) + tl.dot(tl.trans(key), left, input_precision=precision)
             if kept >= 0:
-                tl.store(of_state + kept * state_stride, state, mask=in_state)
+                target = states + kept * state_stride + head * key_dim * value_dim
+                _store_halves(target, state, tl.program_id(2) * values, key_dim, value_dim, key_pad, values)
         tl.store(of_state + slot * state_stride, state, mask=in_state)
+
+
+@triton.jit
+def _store_halves(
+    target,
+    state,
+    first,
+    key_dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    key_pad: tl.constexpr,
+    values: tl.constexpr,
+):
+    """Stores the columns from `first` on of a head's state, half by half: what is rearranged needs shared memory.
+
+    Pieces are loaded ahead into the rest of it, so that two programs just fit a multiprocessor.
+    """
+    half: tl.constexpr = values // 2
+    i, j = tl.arange(0, key_pad), first + tl.arange(0, half)
+    low, high = tl.split(tl.permute(tl.reshape(state, (key_pad, 2, half)), (0, 2, 1)))
+    place = target + i[:, None] * value_dim + j[None, :]
+    tl.store(place, low, mask=(i < key_dim)[:, None] & (j < value_dim)[None, :])
+    tl.store(place + half, high, mask=(i < key_dim)[:, None] & (j + half < value_dim)[None, :])
