@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.pdl import can_follow, follow
+from toka_async.kernels.sizes import divide_up, round_to_power
 from toka_async.kernels.stored import to_stored
 
 # Heads and elements of a program: enough for wide accesses, few enough to give one token several programs.
@@ -50,9 +51,9 @@ def append(
     query = torch.empty((num_tokens, num_heads, dim), dtype=heads.dtype, device=heads.device)
     if not num_tokens:
         return query
-    half_pad, pdl = triton.next_power_of_2(dim // 2), can_follow(heads)
-    block = min(HEADS, max(1, TILE // (2 * half_pad)), triton.next_power_of_2(num_all))
-    _append[num_tokens, triton.cdiv(num_all, block)](
+    half_pad, pdl = round_to_power(dim // 2), can_follow(heads)
+    block = min(HEADS, max(1, TILE // (2 * half_pad)), round_to_power(num_all))
+    _append[num_tokens, divide_up(num_all, block)](
         heads,
         heads.stride(0),
         cos,

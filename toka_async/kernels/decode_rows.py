@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from toka_async.kernels.sizes import divide_up
+
 NEXT_TOKEN = tl.constexpr(-1)  # in place of a token id: the slot's next token, which only the device knows
 _ROWS = 128  # of a program
 
@@ -38,7 +40,7 @@ def begin_rows(
     contexts = torch.empty(num_rows, dtype=torch.int32, device=order.device)
     assert page_table.is_contiguous()
     if num_rows:
-        _begin[(triton.cdiv(num_rows, _ROWS),)](
+        _begin[(divide_up(num_rows, _ROWS),)](
             order,
             last_tokens,
             positions,

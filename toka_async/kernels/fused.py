@@ -21,6 +21,7 @@ from toka_async.kernels.matmul import TunedProducts
 from toka_async.kernels.pdl import FEW_ROWS, can_follow, follow
 from toka_async.kernels.rotation import compute_rotation
 from toka_async.kernels.scaled_weight import ScaledOps
+from toka_async.kernels.sizes import divide_up, round_to_power
 
 _NORM_CELLS = 2048  # values of a program that norms several short rows
 _GATE_BLOCK = 2048
@@ -67,12 +68,12 @@ class FusedOps:
         assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
         normed = torch.empty_like(x)
         added = x if residual is None else torch.empty_like(x)
-        block = triton.next_power_of_2(hidden)
+        block = round_to_power(hidden)
         rows = max(1, _NORM_CELLS // block)
         # What is added may come from other ranks, so that a kernel of another stream is in front of this one.
         pdl = residual is None and can_follow(x)
         if num_rows:
-            _add_norm[(triton.cdiv(num_rows, rows),)](
+            _add_norm[(divide_up(num_rows, rows),)](
                 x,
                 x if residual is None else residual,
                 weight,
@@ -95,9 +96,9 @@ class FusedOps:
         assert activation in NAMES, activation
         num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
         output = gate_up.new_empty(num_rows, inner)
-        block, pdl = min(_GATE_BLOCK, triton.next_power_of_2(inner)), can_follow(gate_up)
+        block, pdl = min(_GATE_BLOCK, round_to_power(inner)), can_follow(gate_up)
         if num_rows:
-            _gate[(num_rows, triton.cdiv(inner, block))](
+            _gate[(num_rows, divide_up(inner, block))](
                 gate_up,
                 output,
                 inner=inner,

@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from toka_async.kernels.activation import activate
 from toka_async.kernels.by_rows import ByRows
 from toka_async.kernels.scaled_weight import BLOCK, Weight, split_weight
+from toka_async.kernels.sizes import divide_up
 
 _ALIGNMENT = 16  # bytes, of addresses and rows: what tensor copies need
 _ROW_TILES = 16  # that share weights in the L2 cache
@@ -102,7 +103,7 @@ class GatedProducts:
         num_rows, inner = output.shape
         values, weight_scales, block_stride = split_weight(weight)
         assert not block_stride or (tile.depth == BLOCK and BLOCK % tile.columns == 0 and inner % BLOCK == 0)
-        num_tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(inner, tile.columns)
+        num_tiles = divide_up(num_rows, tile.rows) * divide_up(inner, tile.columns)
         _gated_product[(min(self._num_programs, num_tiles),)](
             TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
             TensorDescriptor.from_tensor(values.view(2, inner, -1), [2, tile.columns, tile.depth]),

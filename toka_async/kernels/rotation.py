@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from toka_async.kernels.sizes import divide_up, round_to_power
+
 _ANGLES = 512  # of a program
 
 
@@ -17,10 +19,10 @@ def compute_rotation(
     (num_tokens,), (half,) = positions.shape, inverse_frequencies.shape
     cos = torch.empty(num_tokens, 1, 2 * half, dtype=dtype, device=positions.device)
     sin = torch.empty_like(cos)
-    half_pad = triton.next_power_of_2(half)
+    half_pad = round_to_power(half)
     tokens = max(1, _ANGLES // half_pad)
     if num_tokens:
-        _rotation[(triton.cdiv(num_tokens, tokens),)](
+        _rotation[(divide_up(num_tokens, tokens),)](
             positions,
             inverse_frequencies,
             cos,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from toka_async.kernels.delta.layer import DeltaShape, DeltaWeights, StepChunks
 from toka_async.kernels.delta.step import load_rates
+from toka_async.kernels.sizes import divide_up, round_to_power
 
 _BLOCKS = 4  # of a piece, whose systems are solved row by row; the rest is products
 _VALUES = 32  # of a head, whose states one program takes through the pieces
@@ -63,7 +64,7 @@ def read_chunks(
     output = convolved.new_empty(num_tokens, shape.num_values)
     assert states[0].is_contiguous()
     assert convolved.is_contiguous()
-    key_pad, value_pad = (max(16, triton.next_power_of_2(dim)) for dim in (shape.key_dim, shape.value_dim))
+    key_pad, value_pad = (max(16, round_to_power(dim)) for dim in (shape.key_dim, shape.value_dim))
     dims = {
         "key_heads": shape.num_key_heads,
         "value_heads": heads,
@@ -91,7 +92,7 @@ def read_chunks(
         **dims,
     )
     values = min(_VALUES // 2 if convolved.dtype == torch.float32 else _VALUES, value_pad)
-    _read[chunks.most_chunks, heads, triton.cdiv(shape.value_dim, values)](
+    _read[chunks.most_chunks, heads, divide_up(shape.value_dim, values)](
         convolved,
         states,
         states.stride(0),

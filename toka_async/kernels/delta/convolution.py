@@ -12,6 +12,7 @@ from torch import Tensor
 
 from toka_async.kernels.delta.layer import DeltaShape, StepChunks
 from toka_async.kernels.pdl import can_follow, follow
+from toka_async.kernels.sizes import divide_up, round_to_power
 
 _TOKENS = 16  # of a program, where rows have several
 _CHANNELS = 128  # of a program that keeps inputs
@@ -43,7 +44,7 @@ def convolve(
     if num_tokens:
         tokens = 1 if offsets is None else _TOKENS
         pdl = offsets is None and can_follow(projected)
-        _convolve[triton.cdiv(num_tokens, tokens), 2 * shape.num_key_heads + shape.num_value_heads](
+        _convolve[divide_up(num_tokens, tokens), 2 * shape.num_key_heads + shape.num_value_heads](
             projected,
             projected.stride(0),
             states,
@@ -60,7 +61,7 @@ def convolve(
             value_heads=shape.num_value_heads,
             key_dim=shape.key_dim,
             value_dim=shape.value_dim,
-            dim_pad=triton.next_power_of_2(max(shape.key_dim, shape.value_dim)),
+            dim_pad=round_to_power(max(shape.key_dim, shape.value_dim)),
             width=shape.width,
             eps=NORM_EPS,
             tokens=tokens,
@@ -168,7 +169,7 @@ def keep_inputs(projected: Tensor, states: Tensor, chunks: StepChunks, shape: De
 
     projected, states: see `convolve`.
     """
-    grid = chunks.most_chunks, triton.cdiv(shape.num_channels, _CHANNELS)
+    grid = chunks.most_chunks, divide_up(shape.num_channels, _CHANNELS)
     _keep[grid](
         projected,
         projected.stride(0),

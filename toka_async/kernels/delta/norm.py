@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from toka_async.kernels.sizes import divide_up, round_to_power
+
 _TOKENS = 16  # of a program
 
 
@@ -20,7 +22,7 @@ def norm_outputs(read: Tensor, z: Tensor, offsets: Tensor | None, norm: Tensor, 
     num_heads = read.shape[1] // len(norm)
     assert z.stride(1) == 1
     if len(read):
-        _norm[triton.cdiv(len(read), _TOKENS), num_heads](
+        _norm[divide_up(len(read), _TOKENS), num_heads](
             read,
             z,
             z.stride(0),
@@ -31,7 +33,7 @@ def norm_outputs(read: Tensor, z: Tensor, offsets: Tensor | None, norm: Tensor, 
             of_chunks=offsets is not None,
             num_heads=num_heads,
             dim=len(norm),
-            dim_pad=triton.next_power_of_2(len(norm)),
+            dim_pad=round_to_power(len(norm)),
             eps=eps,
             tokens=_TOKENS,
             num_warps=4,

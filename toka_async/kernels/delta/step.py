@@ -13,6 +13,7 @@ from torch import Tensor
 from toka_async.kernels.delta.layer import DeltaShape, DeltaWeights
 from toka_async.kernels.delta.norm import norm_gated, norm_outputs
 from toka_async.kernels.pdl import can_follow, follow
+from toka_async.kernels.sizes import divide_up, round_to_power
 
 # As measured on an H200 with heads of 128: up to so many rows a whole head is as fast as columns of it.
 _FEW_ROWS = 16
@@ -41,10 +42,10 @@ def step_states(
     assert convolved.is_contiguous()
     assert z.stride(1) == gates.stride(1) == 1
     if len(z):
-        value_pad = triton.next_power_of_2(shape.value_dim)
+        value_pad = round_to_power(shape.value_dim)
         columns = value_pad if len(z) <= _FEW_ROWS else min(_COLUMNS, value_pad)
         pdl = can_follow(z)
-        _step[len(z), shape.num_value_heads, triton.cdiv(shape.value_dim, columns)](
+        _step[len(z), shape.num_value_heads, divide_up(shape.value_dim, columns)](
             convolved,
             z,
             z.stride(0),
@@ -62,7 +63,7 @@ def step_states(
             value_heads=shape.num_value_heads,
             key_dim=shape.key_dim,
             value_dim=shape.value_dim,
-            key_pad=triton.next_power_of_2(shape.key_dim),
+            key_pad=round_to_power(shape.key_dim),
             columns=columns,
             norms=columns == value_pad,
             eps=weights.eps,

@@ -14,6 +14,7 @@ from toka_async.kernels.activation import activate
 from toka_async.kernels.experts.grouped import BLOCK
 from toka_async.kernels.experts.routing import Routes
 from toka_async.kernels.pdl import can_follow, follow
+from toka_async.kernels.sizes import divide_up, round_to_power
 
 _GATED_COLUMNS = 4  # of a program, each of which is a row of both matrices
 _COLUMNS = 4
@@ -39,7 +40,7 @@ def multiply_gated(
     top_k, inner = routes.ids.shape[1], outputs // 2
     output = x.new_empty(num_tokens * top_k, inner)
     pdl = can_follow(x)
-    _multiply_gated[(triton.cdiv(inner, _GATED_COLUMNS), num_tokens * top_k)](
+    _multiply_gated[(divide_up(inner, _GATED_COLUMNS), num_tokens * top_k)](
         x,
         weight,
         scales,
@@ -55,7 +56,7 @@ def multiply_gated(
         k=k,
         activation=activation,
         columns=_GATED_COLUMNS,
-        depth=min(_DEPTH, triton.next_power_of_2(k)),
+        depth=min(_DEPTH, round_to_power(k)),
         pdl=pdl,
         num_warps=_NUM_WARPS,
         launch_pdl=pdl,
@@ -79,7 +80,7 @@ def add_products(
     """
     (num_tokens, n), (num_own, _, k) = output.shape, weight.shape
     pdl = can_follow(output)
-    _add_products[(triton.cdiv(n, _COLUMNS), num_tokens)](
+    _add_products[(divide_up(n, _COLUMNS), num_tokens)](
         x,
         weight,
         scales,
@@ -96,7 +97,7 @@ def add_products(
         k=k,
         adds=adds,
         columns=_COLUMNS,
-        depth=min(_DEPTH, triton.next_power_of_2(k)),
+        depth=min(_DEPTH, round_to_power(k)),
         pdl=pdl,
         num_warps=_NUM_WARPS,
         launch_pdl=pdl,

@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from toka_async.kernels.activation import activate
 from toka_async.kernels.gated import can_copy
 from toka_async.kernels.occupancy import count_resident
+from toka_async.kernels.sizes import divide_up, round_to_power
 
 STORE: Final = "store"
 BLOCK: Final = 128  # values of a group that share a scale: a tile's depth, and a multiple of its outputs
@@ -93,9 +94,9 @@ class GroupedProducts:
             matrices = TensorDescriptor.from_tensor(weight.view(2 * num_experts, outputs, k), [2, columns, tile.depth])
         elif copies:
             matrices = TensorDescriptor.from_tensor(weight, [1, columns, tile.depth])
-        most_tiles = min(len(output), triton.cdiv(len(output), tile.rows) + num_experts)
+        most_tiles = min(len(output), divide_up(len(output), tile.rows) + num_experts)
         use = (tile, finish, weight.shape, weight.dtype)
-        most = most_tiles * triton.cdiv(outputs, columns)
+        most = most_tiles * divide_up(outputs, columns)
         kernel = _multiply[(min(self._resident.get(use, most), most),)](
             x,
             matrices,
@@ -117,7 +118,7 @@ class GroupedProducts:
             rows=tile.rows,
             columns=columns,
             depth=tile.depth,
-            block=triton.next_power_of_2(num_experts),
+            block=round_to_power(num_experts),
             stages=tile.num_stages,
             num_warps=tile.num_warps,
         )

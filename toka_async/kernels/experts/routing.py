@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.pdl import can_follow, follow
+from toka_async.kernels.sizes import divide_up, round_to_power
 
 _ROWS = 16  # tokens that a program handles at once, at most,
 _CELLS = 2048  # and their logits
@@ -77,7 +78,7 @@ def route(
             top_k=top_k,
             renormalizes=renormalizes,
             rows=rows,
-            block=triton.next_power_of_2(num_experts),
+            block=round_to_power(num_experts),
             pdl=pdl,
             num_warps=4,
             launch_pdl=pdl,
@@ -107,7 +108,7 @@ def place(routes: Routes, first: int, num_own: int) -> Placement:
             num_own=num_own,
             rows=rows,
             programs=_COUNTS,
-            block=triton.next_power_of_2(num_experts),
+            block=round_to_power(num_experts),
             num_warps=4,
         )
     return Placement(pairs, places, ends)
@@ -115,9 +116,9 @@ def place(routes: Routes, first: int, num_own: int) -> Placement:
 
 def _divide(num_tokens: int, num_experts: int) -> tuple[int, int, int]:
     """Returns how many tokens a program handles at once, the number of programs, and how often each does so."""
-    rows = max(1, min(_ROWS, _CELLS // triton.next_power_of_2(num_experts)))
-    turns = triton.cdiv(num_tokens, rows * _MOST_PROGRAMS)
-    return rows, triton.cdiv(num_tokens, rows * max(1, turns)), turns
+    rows = max(1, min(_ROWS, _CELLS // round_to_power(num_experts)))
+    turns = divide_up(num_tokens, rows * _MOST_PROGRAMS)
+    return rows, divide_up(num_tokens, rows * max(1, turns)), turns
 
 
 @triton.jit(do_not_specialize=["num_tokens", "turns"])

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.experts.routing import Placement, Routes
+from toka_async.kernels.sizes import divide_up, round_to_power
 
 _BLOCK = 1024
 
@@ -25,8 +26,8 @@ def add_by_token(
     bias: [experts, n], what an expert adds to its values; of the rank's experts, from number `first` on.
     """
     (num_tokens, n), top_k = output.shape, routes.ids.shape[1]
-    block = min(_BLOCK, triton.next_power_of_2(n))
-    _add_by_token[(num_tokens, triton.cdiv(n, block))](
+    block = min(_BLOCK, round_to_power(n))
+    _add_by_token[(num_tokens, divide_up(n, block))](
         values,
         placement.places,
         routes.ids,
