@@ -58,9 +58,10 @@ class PlainKernels:
         return scaled_distribution(self._penalised, self._params)
 
     def draw_measured(
-        self, logits: Tensor, slots: Tensor, contexts: Tensor, table: RowTable
+        self, logits: Tensor, slots: Tensor, contexts: Tensor, table: RowTable, masks: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See `SamplingKernels.draw_measured`."""
+        logits = _forbid(logits, slots, table, masks)
         token_ids, logprobs = self.draw(logits, slots, contexts, table)
         kept, masses = torch.zeros(len(slots), dtype=torch.int32), torch.ones(len(slots))
         rows = np.flatnonzero(self._params["flags"] & Flag.KEPT)
@@ -68,9 +69,6 @@ class PlainKernels:
             count, mass = measure_filters(self._penalised[torch.from_numpy(rows)], self._params[rows])
             kept[rows], masses[rows] = count.to(torch.int32), mass.float()
         return token_ids, logprobs, kept, masses
-
-    def measure(self, logits: Tensor, slots: Tensor, table: RowTable, output: tuple[Tensor, Tensor]) -> None:
-        """See `SamplingKernels.measure`; here it is a part of the draw."""
 
     def params_of(self, slots: Tensor, table: RowTable) -> Params:
         """What the table says of slots, PARAMS [s]."""
@@ -124,11 +122,9 @@ class PlainEditKernels:
                 self._subtract(x, of_row.long(), slot, table, edits)
             if flags & Flag.MIN_TOKENS and context - num_prompt < int(edits.min_tokens[slot]):
                 x[ids[num_bias : num_bias + int(edits.num_ends[slot])]] = -torch.inf
-        if masks is not None:
-            rows = torch.nonzero(table.flags[slots] & int(Flag.MASKED))[:, 0]
-            apply_masks(logits, rows, masks[slots[rows]])
         params = self._kernels.params_of(slots, table)
-        after = scaled_distribution(self._kernels.penalise(clean(logits.clone()), slots, table, params), params)
+        allowed = clean(_forbid(logits.clone(), slots, table, masks))
+        after = scaled_distribution(self._kernels.penalise(allowed, slots, table, params), params)
         is_top = torch.from_numpy((params["flags"] & _TOP) != 0)
         values, likeliest = find_likeliest(
             torch.where(is_top[:, None], after, self._raw), min(_NUM_TOP, logits.shape[1])
@@ -144,6 +140,7 @@ class PlainEditKernels:
         edits: EditTable,  # noqa: ARG002
         tokens: RowTokens,  # noqa: ARG002
         drawn: tuple[Tensor, Tensor],
+        masks: Tensor | None = None,  # noqa: ARG002
     ) -> None:
         """See `EditKernels.restore`."""
         raw = (table.flags[slots] & _RAW) != 0
@@ -158,6 +155,16 @@ class PlainEditKernels:
             for token in ids.tolist():
                 table.seen[slot, token // 32] &= ~torch.tensor(1 << token % 32).to(torch.int32)
         x[ids] = values - edits.presence[slot] - counts * edits.frequency[slot]
+
+
+def _forbid(logits: Tensor, slots: Tensor, table: RowTable, masks: Tensor | None) -> Tensor:
+    """Logits [s, vocab], with -inf where masks forbid an id."""
+    if masks is None:
+        return logits
+    rows = torch.nonzero(table.flags[slots] & int(Flag.MASKED))[:, 0]
+    logits = logits.clone()
+    apply_masks(logits, rows, masks[slots[rows]])
+    return logits
 
 
 def scaled_distribution(logits: Tensor, params: Params) -> Tensor:

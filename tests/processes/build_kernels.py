@@ -207,9 +207,10 @@ def build_sampling(dtype: str, vocab: int) -> str:
     drawing = SamplingKernels(vocab, 2, CPU)
     edits = EditKernels(drawing, 64, CPU)
     step = torch.zeros(2, vocab, dtype=kind), integers.long(), integers, rows, wanted, tokens
-    edits.edit(*step)
-    drawing.measure(step[0], step[1], rows, (integers, floats))
-    edits.restore(*step, (integers.long(), floats))
+    for masks in (seen, None):
+        edits.edit(*step, masks)
+        drawing.draw_measured(*step[:4], masks)
+        edits.restore(*step, (integers.long(), floats), masks)
     return "all"
 
 

@@ -117,10 +117,10 @@ class KernelSampler:
 
     def draw_edited(self, logits: Tensor, slots: Tensor, contexts: Tensor) -> tuple[Tensor, ...]:
         """Goes on as `draw_full` does, from logits [s, vocab], which it edits."""
-        rows = (logits, slots, contexts, self._table, self._edits.table, self._edits.tokens)
-        top_ids, top_values = self._editing.edit(*rows, self._rows.masks)
-        token_ids, logprobs, kept, masses = self._kernels.draw_measured(logits, slots, contexts, self._table)
-        self._editing.restore(*rows, (token_ids, logprobs))
+        rows, masks = (logits, slots, contexts, self._table, self._edits.table, self._edits.tokens), self._rows.masks
+        top_ids, top_values = self._editing.edit(*rows, masks)
+        token_ids, logprobs, kept, masses = self._kernels.draw_measured(logits, slots, contexts, self._table, masks)
+        self._editing.restore(*rows, (token_ids, logprobs), masks)
         # To the distribution of the kept tokens, which come first among the likeliest. A mass of 1 changes nothing.
         shift = masses.log()
         top_values.sub_(shift[:, None])
@@ -201,15 +201,16 @@ class KernelSampler:
 
 
 def try_sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Compiles the kernels for logits of this type, by drawing for one row. They are the same for any rows."""
+    """Compiles the kernels that draw without masks, for logits of this type, by one row. They are the same for any."""
     logits = torch.zeros(1, vocab_size, dtype=dtype, device=device)
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     contexts = torch.ones(1, dtype=torch.int32, device=device)
-    SamplingKernels(vocab_size, 1, device).draw(logits, slots, contexts, _make_table(1, vocab_size, device)[1])
+    table = _make_table(1, vocab_size, device)[1]
+    SamplingKernels(vocab_size, 1, device).draw_measured(logits, slots, contexts, table)
 
 
 def try_editing(vocab_size: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Compiles the kernels that edit logits of this type, for one row without edits. They are the same for any rows."""
+    """Compiles those that edit logits of this type, and those that draw by masks, for one row without either."""
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     history = torch.zeros(1, page_size, dtype=torch.int32, device=device)
     drawing = SamplingKernels(vocab_size, 1, device)
@@ -222,10 +223,12 @@ def try_editing(vocab_size: int, page_size: int, dtype: torch.dtype, device: tor
         _make_edit_table(1, device)[1],
         RowTokens(history, history),
     )
-    kernels.edit(*rows, torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32, device=device))
     floats = torch.zeros(1, dtype=torch.float32, device=device)
-    drawing.measure(rows[0], slots, rows[3], (torch.zeros(1, dtype=torch.int32, device=device), floats))
-    kernels.restore(*rows, (slots, floats))
+    masks = torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32, device=device)
+    drawing.draw_measured(*rows[:4], masks)
+    for each in (masks, None):  # None where no row can have a grammar
+        kernels.edit(*rows, each)
+        kernels.restore(*rows, (slots, floats), each)
 
 
 def _find_passes(params: Params) -> Int32:

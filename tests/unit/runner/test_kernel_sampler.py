@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tests.drivers.sampler_bench import PROMPT, VOCAB, Bench
+from tests.drivers.sampler_bench import PROMPT, READY, VOCAB, Bench
 from tests.fakes.plain_kernels import PlainKernels
 from toka_async.arrays import f32_column, i32_column
 from toka_async.kernels.sampling.kernels import SamplingKernels
@@ -141,6 +141,32 @@ def test_other_rows_draw_what_torch_draws(bench: Bench, monkeypatch: pytest.Monk
     check_equal(bench.sample([6]))
     check_equal(bench.sample([2, 6]))
     check_equal(bench.sample([0, 6]))
+
+
+GRAMMAR: dict[str, Any] = {"grammar": "start: /.*/"}  # that a row has one; the masks are of the test
+MASKED = {
+    0: TokenSampling(num_logprobs=0, **GRAMMAR),
+    1: TokenSampling(temperature=0, repetition_penalty=1.3, frequency_penalty=0.5, num_logprobs=3, **GRAMMAR),
+    2: TokenSampling(top_k=3, num_logprobs=2, logprob_kind=LogprobKind.PROCESSED, **GRAMMAR),
+    3: TokenSampling(num_logprobs=30, **GRAMMAR),  # in plain torch
+    4: GREEDY,
+    5: FULL["all"],
+}
+
+
+def test_rows_with_masks_draw_what_torch_draws(bench: Bench) -> None:
+    """Beside rows without one, whose slots' masks allow nothing."""
+    bench.admit(MASKED)
+    allowed = np.zeros((READY.max_seqs + 1, 96), dtype=np.bool_)
+    allowed[:4, :VOCAB] = np.random.default_rng(0).random((4, VOCAB)) < 0.2
+    bits = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
+    bench.rows.masks = torch.from_numpy(bits).to(bench.device)
+    assert [route_of(bench, slot) for slot in range(4)] == [*[Route.FULL] * 3, Route.TORCH]
+    for slots in ([0, 1, 2, 5], [4, 3, 2, 1, 0], [5, 0, 4], [1, 2]):
+        pair = bench.sample(slots)
+        check_equal(pair)
+        tokens = pair[0].token_ids.tolist()
+        assert all(slot > 3 or allowed[slot, token] for slot, token in zip(slots, tokens, strict=True))
 
 
 def test_rows_of_all_routes_together(bench: Bench) -> None:

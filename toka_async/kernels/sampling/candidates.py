@@ -26,6 +26,7 @@ from toka_async.kernels.sampling.row import (
     halfway,
     invert,
     key_of,
+    mask_of,
     nth_largest,
     read_lines,
     scale_of,
@@ -47,6 +48,7 @@ def gather(
     top_k_at,
     repetition_at,
     seen_at,
+    masks_at,
     stats_at,
     maxima_at,
     picks_at,
@@ -100,6 +102,7 @@ def gather(
                 seen_at + slot * seen_stride,
                 (flags & REPETITION) != 0,
                 tl.load(repetition_at + slot),
+                mask_of(masks_at, slot, flags, seen_stride),
                 picks_at + row * num_candidates,
                 num_picks,
                 num_sure,
@@ -138,6 +141,7 @@ def _store_candidates(
     seen_at,
     penalised,
     repetition,
+    mask,
     picks_at,
     num_picks,
     num_sure,
@@ -165,7 +169,18 @@ def _store_candidates(
         first = tl.zeros((), tl.int32)
         while first < num_picks:
             ids, keys, _ = _read_picked(
-                logits_at, seen_at, penalised, repetition, picks_at, first, num_picks, vocab, num_lines, part, largest
+                logits_at,
+                seen_at,
+                penalised,
+                repetition,
+                mask,
+                picks_at,
+                first,
+                num_picks,
+                vocab,
+                num_lines,
+                part,
+                largest,
             )
             counts += (keys >= middle).to(tl.int32)
             first += part
@@ -180,7 +195,18 @@ def _store_candidates(
         first = tl.zeros((), tl.int32)
         while first < num_picks:
             ids, keys, _ = _read_picked(
-                logits_at, seen_at, penalised, repetition, picks_at, first, num_picks, vocab, num_lines, part, largest
+                logits_at,
+                seen_at,
+                penalised,
+                repetition,
+                mask,
+                picks_at,
+                first,
+                num_picks,
+                vocab,
+                num_lines,
+                part,
+                largest,
             )
             counts += (keys > low).to(tl.int32)
             first += part
@@ -191,7 +217,7 @@ def _store_candidates(
     first = tl.zeros((), tl.int32)
     while first < num_picks:
         ids, keys, x = _read_picked(
-            logits_at, seen_at, penalised, repetition, picks_at, first, num_picks, vocab, num_lines, part, largest
+            logits_at, seen_at, penalised, repetition, mask, picks_at, first, num_picks, vocab, num_lines, part, largest
         )
         taken = keys >= low
         if reached > capacity:
@@ -213,6 +239,7 @@ def _read_picked(
     seen_at,
     penalised,
     repetition,
+    mask,
     picks_at,
     first,
     num_picks,
@@ -224,7 +251,7 @@ def _read_picked(
     """Returns ids, keys and logits of a part of the picked lines, [part, LINE]; NO_KEY past the end."""
     pick = first + tl.arange(0, part)
     starts = tl.load(picks_at + pick, mask=pick < num_picks, other=num_lines) * LINE
-    ids, x = read_lines(logits_at, seen_at, starts, penalised, repetition, vocab, largest)
+    ids, x = read_lines(logits_at, seen_at, starts, penalised, repetition, mask, vocab, largest)
     return ids, tl.where(ids < vocab, key_of(x), NO_KEY), x
 
 

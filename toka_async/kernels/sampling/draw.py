@@ -30,6 +30,7 @@ from toka_async.kernels.sampling.row import (
     chunk_masses,
     chunk_stats,
     invert,
+    mask_of,
     random_bits,
     read_lines,
     read_one,
@@ -53,6 +54,7 @@ def draw(
     num_prompt_at,
     seeds_at,
     seen_at,
+    masks_at,
     bounds_at,
     stats_at,
     maxima_at,
@@ -87,6 +89,7 @@ def draw(
     stats_at += row * (NUM_STATS * num_chunks)
     penalised = (flags & REPETITION) != 0
     repetition = tl.load(repetition_at + slot)
+    mask = mask_of(masks_at, slot, flags, seen_stride)
     maxima = chunk_stats(stats_at, MAX, -INF, num_chunks, padded_chunks)
     top = tl.max(maxima, 0)
     token = tl.full((), -1, tl.int32)
@@ -133,7 +136,7 @@ def draw(
             sums = tl.load(sums_at + row * num_lines + line, mask=line < num_lines, other=0.0)
             chosen, share = invert(sums.to(tl.float64), share)
             start = (chunk * chunk_lines + chosen) * LINE
-            ids, x = _read_line(logits_at, seen_at, start, penalised, repetition, vocab, largest)
+            ids, x = _read_line(logits_at, seen_at, start, penalised, repetition, mask, vocab, largest)
             column, _ = invert(tl.where(x >= lower, weigh(x, top, scale), 0.0).to(tl.float64), share)
             token = tl.where(possible, start + column, vocab)
             stands = possible & (tl.sum(tl.where(ids == token, x, 0.0), 0) >= sure_above)
@@ -143,7 +146,7 @@ def draw(
         line = chunk * chunk_lines + tl.arange(0, chunk_lines)
         line_maxima = tl.load(maxima_at + row * num_lines + line, mask=line < num_lines, other=-INF)
         line = tl.min(tl.where(line_maxima == top, line, num_lines - 1), 0)
-        ids, x = _read_line(logits_at, seen_at, line * LINE, penalised, repetition, vocab, largest)
+        ids, x = _read_line(logits_at, seen_at, line * LINE, penalised, repetition, mask, vocab, largest)
         token = tl.where(top > -INF, tl.min(tl.where(x == top, ids, vocab - 1), 0), 0)
     tl.store(proposals_at + row, tl.where(stands, -1, token))
     if stands:
@@ -154,6 +157,7 @@ def draw(
             repetition,
             logits_at,
             seen_at,
+            mask,
             stats_at,
             token,
             chosen_at,
@@ -165,9 +169,11 @@ def draw(
 
 
 @triton.jit
-def _read_line(logits_at, seen_at, start, penalised, repetition, vocab: tl.constexpr, largest: tl.constexpr):
+def _read_line(logits_at, seen_at, start, penalised, repetition, mask, vocab: tl.constexpr, largest: tl.constexpr):
     """Reads ids and logits of a line, [LINE]."""
-    ids, x = read_lines(logits_at, seen_at, tl.full((1,), 0, tl.int32) + start, penalised, repetition, vocab, largest)
+    ids, x = read_lines(
+        logits_at, seen_at, tl.full((1,), 0, tl.int32) + start, penalised, repetition, mask, vocab, largest
+    )
     return tl.reshape(ids, (LINE,)), tl.reshape(x, (LINE,))
 
 
@@ -179,6 +185,7 @@ def finish(
     repetition,
     logits_at,
     seen_at,
+    mask,
     stats_at,
     token,
     chosen_at,
@@ -192,7 +199,17 @@ def finish(
     logprob = tl.zeros((), tl.float32)
     if (flags & LOGPROBS) != 0:
         logprob = _find_logprob(
-            flags, temperature, repetition, logits_at, seen_at, stats_at, token, num_chunks, padded_chunks, largest
+            flags,
+            temperature,
+            repetition,
+            logits_at,
+            seen_at,
+            mask,
+            stats_at,
+            token,
+            num_chunks,
+            padded_chunks,
+            largest,
         )
     tl.store(logprobs_at + row, logprob)
     if (flags & REPETITION) != 0:
@@ -207,6 +224,7 @@ def _find_logprob(
     repetition,
     logits_at,
     seen_at,
+    mask,
     stats_at,
     token,
     num_chunks: tl.constexpr,
@@ -224,7 +242,7 @@ def _find_logprob(
     top = tl.maximum(tl.max(maxima, 0), SMALLEST)
     sums = chunk_stats(stats_at, 1, 0.0, num_chunks, padded_chunks)
     total = tl.sum(sums * weigh(maxima, top, tl.where(of_draw, scale_of(temperature), LOG2E)), 0)
-    x = read_one(logits_at, seen_at, token, scaled & ((flags & REPETITION) != 0), repetition, largest)
+    x = read_one(logits_at, seen_at, token, scaled & ((flags & REPETITION) != 0), repetition, mask, largest)
     above = x - top
     above = tl.where(of_draw, above / tl.maximum(temperature, 1e-30), above)
     return tl.maximum(above - tl.log(tl.maximum(total, 1e-30)), SMALLEST)

@@ -1,4 +1,4 @@
-"""Edits logits in place: bias, end tokens that are held back, penalties that count the output's tokens, masks.
+"""Edits logits in place: bias, end tokens that are held back, penalties that count the output's tokens.
 
 An id's new value is computed once, in float32, and rounded once, to the logits' dtype. The other kernels then read the
 row as if it came so from the model. The order is that of `model.sampling`: bias, -inf for held ids, repetition,
@@ -23,7 +23,6 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.sampling.kernels import RowTable, SamplingKernels
-from toka_async.kernels.sampling.mask import apply_masks
 from toka_async.kernels.sampling.raw import find_likeliest, restore
 from toka_async.kernels.sampling.row import (
     BIASED,
@@ -118,7 +117,8 @@ class EditKernels:
         The arguments are those of `SamplingKernels.draw`. Slots that are edited are distinct. Clears the bits in
         `table.seen` of ids whose repetition penalty is applied here.
 
-        masks: of `apply_masks`; None: no row is flagged MASKED.
+        masks: those of `SamplingKernels.draw_measured`, which forbids ids after all edits. They change no logits, but
+            the likeliest tokens after edits are found by them.
 
         Returns:
             The likeliest token ids, int32 [s, NUM_TOP], and their log-probs, float32 [s, NUM_TOP]: as many of each row
@@ -130,7 +130,7 @@ class EditKernels:
         if not num_rows:
             return top_ids, top_values
         shape = self._shape(logits)
-        self._find_likeliest(logits, slots, table, edits, (top_ids, top_values), edited=False)
+        self._find_likeliest(logits, slots, table, edits, None, (top_ids, top_values), edited=False)
         edit[(min(self._num_programs, num_rows),)](
             logits,
             slots,
@@ -164,9 +164,7 @@ class EditKernels:
             enable_fp_fusion=False,  # rounds as plain torch does
             **shape,
         )
-        if masks is not None:
-            apply_masks(logits, slots, table.flags, masks)
-        self._find_likeliest(logits, slots, table, edits, (top_ids, top_values), edited=True)
+        self._find_likeliest(logits, slots, table, edits, masks, (top_ids, top_values), edited=True)
         return top_ids, top_values
 
     def _find_likeliest(
@@ -175,6 +173,7 @@ class EditKernels:
         slots: Tensor,
         table: RowTable,
         edits: EditTable,
+        masks: Tensor | None,
         output: tuple[Tensor, Tensor],
         *,
         edited: bool,
@@ -190,6 +189,7 @@ class EditKernels:
             table.temperature,
             table.repetition,
             table.seen,
+            masks,
             edits.num_top,
             maxima,
             picks,
@@ -218,8 +218,12 @@ class EditKernels:
         edits: EditTable,
         tokens: RowTokens,
         drawn: tuple[Tensor, Tensor],
+        masks: Tensor | None = None,
     ) -> None:
-        """Corrects the log-probs that were drawn from edited logits. drawn: what `SamplingKernels.draw` returned."""
+        """Corrects the log-probs that were drawn from edited logits.
+
+        drawn: what `SamplingKernels.draw` returned. masks: those that it drew by.
+        """
         if not len(slots):
             return
         restore[(len(slots),)](
@@ -227,6 +231,7 @@ class EditKernels:
             slots,
             contexts,
             table.flags,
+            masks,
             table.num_prompt,
             edits.num_bias,
             edits.ids,
@@ -238,6 +243,7 @@ class EditKernels:
             self._sums,
             *drawn,
             tokens.page_table.stride(0),
+            num_words=table.seen.stride(0),
             page_size=tokens.history.shape[1],
             width=LIST_WIDTH,
             block=_BLOCK,

@@ -26,6 +26,7 @@ from toka_async.kernels.sampling.row import (
     chunk_stats,
     halfway,
     key_of,
+    mask_of,
     scale_of,
     value_of,
     weigh,
@@ -43,6 +44,7 @@ def measure(
     top_k_at,
     repetition_at,
     seen_at,
+    masks_at,
     stats_at,
     num_sure_at,
     ids_at,
@@ -95,6 +97,7 @@ def measure(
                     seen_at + slot * seen_stride,
                     (flags & REPETITION) != 0,
                     tl.load(repetition_at + slot),
+                    mask_of(masks_at, slot, flags, seen_stride),
                     top,
                     scale,
                     top_p,
@@ -116,6 +119,7 @@ def _measure_row(
     seen_at,
     penalised,
     repetition,
+    mask,
     top,
     scale,
     top_p,
@@ -131,12 +135,12 @@ def _measure_row(
     most = tl.full((), vocab, tl.int32)
     if top_k > 0:
         bound = nth_largest_logit(
-            logits_at, seen_at, penalised, repetition, top, top_k, vocab, part_lines, num_parts, largest
+            logits_at, seen_at, penalised, repetition, mask, top, top_k, vocab, part_lines, num_parts, largest
         )
         least = key_of(bound)
         most = top_k
     count, mass, _, _ = _sum_from(
-        logits_at, seen_at, penalised, repetition, least, top, scale, min_p, vocab, part_lines, num_parts, largest
+        logits_at, seen_at, penalised, repetition, mask, least, top, scale, min_p, vocab, part_lines, num_parts, largest
     )
     # Only ties of the last token can exceed top_k.
     ties = weigh(value_of(least), top, scale).to(tl.float64)
@@ -154,6 +158,7 @@ def _measure_row(
                 seen_at,
                 penalised,
                 repetition,
+                mask,
                 middle,
                 top,
                 scale,
@@ -171,6 +176,7 @@ def _measure_row(
             seen_at,
             penalised,
             repetition,
+            mask,
             least + 1,
             top,
             scale,
@@ -195,6 +201,7 @@ def _sum_from(
     seen_at,
     penalised,
     repetition,
+    mask,
     least,
     top,
     scale,
@@ -213,7 +220,7 @@ def _sum_from(
     above = tl.full((part_lines, LINE), LAST_KEY, tl.int32)
     below = tl.full((part_lines, LINE), NO_KEY, tl.int32)
     for part in range(num_parts):
-        ids, x = read_part(logits_at, seen_at, part, penalised, repetition, vocab, part_lines, largest)
+        ids, x = read_part(logits_at, seen_at, part, penalised, repetition, mask, vocab, part_lines, largest)
         keys = tl.where(ids < vocab, key_of(x), NO_KEY)
         weights = weigh(x, top, scale)
         chosen = (keys >= least) & (weights >= min_p) & (weights > 0)

@@ -36,7 +36,8 @@ class RowTable:
     temperature, top_p, min_p, repetition: float32 [num_slots]; 1, 0 and 1 turn the last three off. top_k, flags,
     num_prompt: int32 [num_slots]; top_k 0 is off; flags: 1 draws at random (else the row is greedy), 2 has a filter,
     16 penalises repetition, 64 wants log-probs, 512 wants them after penalties and temperature, 1024 those of what its
-    filters keep, others are for `EditKernels`; num_prompt: tokens of the prompt. seeds: int64 [num_slots].
+    filters keep, 4096 has a mask, others are for `EditKernels`; num_prompt: tokens of the prompt. seeds: int64
+    [num_slots].
     seen: int32 [num_slots, ceil(vocab / 32)], a bit for each token id of the prompt and the output,
     lowest first; read and written for rows that penalise repetition only.
     """
@@ -108,12 +109,16 @@ class SamplingKernels:
         Returns:
             Token ids, int64 [s], and their log-probs, float32 [s], for rows that want them; 0 for others.
         """
-        return self._draw(logits, slots, contexts, table)
+        return self._draw(logits, slots, contexts, table, None)
 
     def draw_measured(
-        self, logits: Tensor, slots: Tensor, contexts: Tensor, table: RowTable
+        self, logits: Tensor, slots: Tensor, contexts: Tensor, table: RowTable, masks: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Draws as `draw` does, and measures the filters of rows that ask for it.
+
+        Args:
+            masks: int32 [num_slots, ceil(vocab / 32)], contiguous, a bit for each id, lowest first: ids without one
+                count as -inf for rows flagged MASKED, and nothing is read for others. None: no row is.
 
         Returns:
             Token ids and log-probs before filters, as `draw` does; how many tokens the filters keep, int32 [s], and
@@ -121,7 +126,7 @@ class SamplingKernels:
         """
         kept = torch.empty(len(slots), dtype=torch.int32, device=logits.device)
         masses = torch.empty(len(slots), dtype=torch.float32, device=logits.device)
-        return *self._draw(logits, slots, contexts, table, (kept, masses)), kept, masses
+        return *self._draw(logits, slots, contexts, table, masks, (kept, masses)), kept, masses
 
     def _draw(
         self,
@@ -129,6 +134,7 @@ class SamplingKernels:
         slots: Tensor,
         contexts: Tensor,
         table: RowTable,
+        masks: Tensor | None,
         measured: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         num_rows = logits.shape[0]
@@ -137,18 +143,21 @@ class SamplingKernels:
         assert logits.stride(1) == 1
         assert logits.data_ptr() % 16 == 0  # other addresses would rebuild the kernels
         assert slots.shape == contexts.shape == (num_rows,)
+        assert masks is None or masks.stride() == table.seen.stride()
         token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
         logprobs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
         if num_rows:
             shape = self._shape(logits, table)
-            self._pass_over(logits, slots, table, shape)
+            self._pass_over(logits, slots, table, masks, shape)
             if measured is not None:
-                self.measure(logits, slots, table, measured)
-            self._choose(logits, slots, contexts, table, (token_ids, logprobs), shape)
+                self._measure(logits, slots, table, masks, measured)
+            self._choose(logits, slots, contexts, table, masks, (token_ids, logprobs), shape)
         return token_ids, logprobs
 
-    def measure(self, logits: Tensor, slots: Tensor, table: RowTable, output: tuple[Tensor, Tensor]) -> None:
-        """Stores what filters keep, as `draw_measured` returns it; a part of that, after the pass over the rows."""
+    def _measure(
+        self, logits: Tensor, slots: Tensor, table: RowTable, masks: Tensor | None, output: tuple[Tensor, Tensor]
+    ) -> None:
+        """Stores what filters keep, after the pass over the rows."""
         measure[(len(slots),)](
             logits,
             slots,
@@ -159,6 +168,7 @@ class SamplingKernels:
             table.top_k,
             table.repetition,
             table.seen,
+            masks,
             self._stats,
             self._num_sure,
             *self._candidates,
@@ -172,10 +182,21 @@ class SamplingKernels:
             **self._shape(logits, table),
         )
 
-    def _pass_over(self, logits: Tensor, slots: Tensor, table: RowTable, shape: dict[str, int | float]) -> None:
+    def _pass_over(
+        self, logits: Tensor, slots: Tensor, table: RowTable, masks: Tensor | None, shape: dict[str, int | float]
+    ) -> None:
         """Computes the rows' sums, maxima and likeliest tokens."""
         num_rows = logits.shape[0]
-        filters = (table.flags, table.temperature, table.top_p, table.min_p, table.top_k, table.repetition, table.seen)
+        filters = (
+            table.flags,
+            table.temperature,
+            table.top_p,
+            table.min_p,
+            table.top_k,
+            table.repetition,
+            table.seen,
+            masks,
+        )
         pilot[(num_rows,)](
             logits,
             slots,
@@ -196,6 +217,7 @@ class SamplingKernels:
             table.temperature,
             table.repetition,
             table.seen,
+            masks,
             self.bounds,
             self._stats,
             self.maxima,
@@ -227,6 +249,7 @@ class SamplingKernels:
         slots: Tensor,
         contexts: Tensor,
         table: RowTable,
+        masks: Tensor | None,
         output: tuple[Tensor, Tensor],
         shape: dict[str, int | float],
     ) -> None:
@@ -244,6 +267,7 @@ class SamplingKernels:
             table.num_prompt,
             table.seeds,
             table.seen,
+            masks,
         )
         chunks = {"num_chunks": self._num_chunks, "padded_chunks": triton.next_power_of_2(self._num_chunks)}
         draw[(num_rows,)](
@@ -278,7 +302,10 @@ class SamplingKernels:
         )
 
     def _shape(self, logits: Tensor, table: RowTable) -> dict[str, int | float]:
-        """Returns the constants of all kernels: a kernel is built once for each dtype and row stride of the logits."""
+        """Returns the constants of all kernels: a kernel is built once for each dtype and row stride of the logits.
+
+        `seen_stride` is that of masks too.
+        """
         return {
             "vocab": self.vocab_size,
             "stride": logits.stride(0),

@@ -22,9 +22,10 @@ from toka_async.kernels.sampling.row import (
     REPETITION,
     SMALLEST,
     TOP,
-    clean,
     key_of,
+    mask_of,
     read_lines,
+    read_one,
     read_output,
     scale_of,
     weigh,
@@ -39,6 +40,7 @@ def find_likeliest(
     temperature_at,
     repetition_at,
     seen_at,
+    masks_at,
     num_top_at,
     maxima_at,
     picks_at,
@@ -71,6 +73,7 @@ def find_likeliest(
     if (flags & (TOP if edited else RAW)) != 0:
         penalised = (flags & REPETITION) != 0 if edited else False
         repetition = tl.load(repetition_at + slot)
+        mask = mask_of(masks_at, slot, flags, seen_stride)
         seen_at += slot * seen_stride
         temperature = tl.full((), 1.0, tl.float32)
         scale = tl.full((), LOG2E, tl.float32)
@@ -85,7 +88,7 @@ def find_likeliest(
         sums = tl.zeros((part_lines,), tl.float32)
         for part in tl.range(0, num_parts, num_stages=3):
             line = part * part_lines + tl.arange(0, part_lines)
-            _, x = read_lines(logits_at, seen_at, line * LINE, penalised, repetition, vocab, largest)
+            _, x = read_lines(logits_at, seen_at, line * LINE, penalised, repetition, mask, vocab, largest)
             maxima = tl.max(x, axis=1)
             tl.store(maxima_at + line, maxima, mask=line < num_lines)
             higher = tl.maximum(tops, maxima)
@@ -102,7 +105,7 @@ def find_likeliest(
             pick_lines(maxima_at, picks_at, num_picks, top, num_lines, padded_lines)
             pick = tl.arange(0, padded_top)
             starts = tl.load(picks_at + pick, mask=pick < num_picks, other=num_lines) * LINE
-            ids, x = read_lines(logits_at, seen_at, starts, penalised, repetition, vocab, largest)
+            ids, x = read_lines(logits_at, seen_at, starts, penalised, repetition, mask, vocab, largest)
             keys = tl.where(ids < vocab, key_of(x), NO_KEY)
             nth = tl.zeros((), tl.int32)
             while nth < num_asked:
@@ -126,6 +129,7 @@ def restore(
     slots_at,
     contexts_at,
     flags_at,
+    masks_at,
     num_prompt_at,
     num_bias_at,
     listed_ids_at,
@@ -139,6 +143,7 @@ def restore(
     logprobs_at,
     table_stride,
     stride: tl.constexpr,
+    num_words: tl.constexpr,
     page_size: tl.constexpr,
     width: tl.constexpr,
     block: tl.constexpr,
@@ -155,7 +160,8 @@ def restore(
     flags = tl.load(flags_at + slot)
     if (flags & RAW) != 0:
         token = tl.load(chosen_at + row).to(tl.int32)
-        x = clean(tl.load(logits_at + row * stride + token).to(tl.float32), largest)
+        mask = mask_of(masks_at, slot, flags, num_words)
+        x = read_one(logits_at + row * stride, None, token, False, 1.0, mask, largest)
         if (flags & (BIASED | COUNTED)) != 0:
             first_saved = tl.load(first_saved_at + row)
             num_prompt = tl.load(num_prompt_at + slot)

@@ -24,6 +24,7 @@ from toka_async.kernels.sampling.row import (
     invert,
     invert_lines,
     key_of,
+    mask_of,
     mix,
     random_bits,
     read_lines,
@@ -52,6 +53,7 @@ def reject(
     num_prompt_at,
     seeds_at,
     seen_at,
+    masks_at,
     stats_at,
     proposals_at,
     chosen_at,
@@ -77,6 +79,7 @@ def reject(
         stats_at += row * (NUM_STATS * num_chunks)
         penalised = (flags & REPETITION) != 0
         repetition = tl.load(repetition_at + slot)
+        mask = mask_of(masks_at, slot, flags, seen_stride)
         temperature = tl.load(temperature_at + slot)
         scale = scale_of(temperature)
         top_p = tl.load(top_p_at + slot)
@@ -91,11 +94,11 @@ def reject(
         if top_k > 0:
             token = most
             least = nth_largest_logit(
-                logits_at, seen_at, penalised, repetition, top, top_k, vocab, part_lines, num_parts, largest
+                logits_at, seen_at, penalised, repetition, mask, top, top_k, vocab, part_lines, num_parts, largest
             )
             most = top_k
         elif token < vocab:
-            value = read_one(logits_at, seen_at, token, penalised, repetition, largest)
+            value = read_one(logits_at, seen_at, token, penalised, repetition, mask, largest)
         number = tl.zeros((), tl.int32)
         while number < _MOST_ROUNDS:
             kept, masses = _judge(
@@ -103,6 +106,7 @@ def reject(
                 seen_at,
                 penalised,
                 repetition,
+                mask,
                 token,
                 value,
                 top,
@@ -122,7 +126,7 @@ def reject(
                 number = tl.full((), _MOST_ROUNDS, tl.int32)
             else:
                 part, share = invert(masses, uniform_of(mix(bits + number.to(tl.uint64) * 0x9E3779B97F4A7C15)))
-                ids, x = read_part(logits_at, seen_at, part, penalised, repetition, vocab, part_lines, largest)
+                ids, x = read_part(logits_at, seen_at, part, penalised, repetition, mask, vocab, part_lines, largest)
                 weights = _keep_before(_weigh_allowed(x, top, scale, least, min_p), ids, x, token, value)
                 line, column = invert_lines(weights, share)
                 token = (part * part_lines + line) * LINE + column
@@ -135,6 +139,7 @@ def reject(
             repetition,
             logits_at,
             seen_at,
+            mask,
             stats_at,
             token,
             chosen_at,
@@ -152,13 +157,14 @@ def read_part(
     part,
     penalised,
     repetition,
+    mask,
     vocab: tl.constexpr,
     part_lines: tl.constexpr,
     largest: tl.constexpr,
 ):
     """Reads ids and logits of a part of the row, [part_lines, LINE]."""
     starts = (part * part_lines + tl.arange(0, part_lines)) * LINE
-    return read_lines(logits_at, seen_at, starts, penalised, repetition, vocab, largest)
+    return read_lines(logits_at, seen_at, starts, penalised, repetition, mask, vocab, largest)
 
 
 @triton.jit
@@ -167,6 +173,7 @@ def _judge(
     seen_at,
     penalised,
     repetition,
+    mask,
     token,
     value,
     top,
@@ -192,7 +199,7 @@ def _judge(
     num_allowed = tl.zeros((part_lines, LINE), tl.int32)
     num_before = tl.zeros((part_lines, LINE), tl.int32)
     for part in tl.range(0, num_parts, num_stages=3):
-        ids, x = read_part(logits_at, seen_at, part, penalised, repetition, vocab, part_lines, largest)
+        ids, x = read_part(logits_at, seen_at, part, penalised, repetition, mask, vocab, part_lines, largest)
         allowed = _weigh_allowed(x, top, scale, least, min_p)
         before = _keep_before(allowed, ids, x, token, value)
         masses = tl.where(parts == part, tl.sum(before).to(tl.float64), masses)
@@ -230,6 +237,7 @@ def nth_largest_logit(
     seen_at,
     penalised,
     repetition,
+    mask,
     top,
     num,
     vocab: tl.constexpr,
@@ -246,7 +254,7 @@ def nth_largest_logit(
         bound = value_of(middle)
         reached = tl.zeros((part_lines, LINE), tl.int32)
         for part in range(num_parts):
-            _, x = read_part(logits_at, seen_at, part, penalised, repetition, vocab, part_lines, largest)
+            _, x = read_part(logits_at, seen_at, part, penalised, repetition, mask, vocab, part_lines, largest)
             reached += (x >= bound).to(tl.int32)
         count = tl.sum(reached)
         low = tl.where(count >= num, middle, low)

@@ -1,5 +1,7 @@
 """Reads one row's logits for the sampling kernels: as a draw sees them, in order, inverted, with random numbers.
 
+Masks are read where logits are: ids that a row's mask forbids have -inf, whatever is stored for them.
+
 A row is read in lines of LINE ids (128 bytes of bfloat16). Weights are exp((logit - the row's largest) / temperature),
 float32; sums that a draw depends on are float64.
 """
@@ -57,13 +59,66 @@ def penalise(x, seen, repetition):
     return tl.minimum(tl.where(seen != 0, x * factor, x), LARGEST)
 
 
+@triton.jit  # noqa: RET503 - Triton's functions cannot say that they return None
+def mask_of(masks_at, slot, flags, stride: tl.constexpr):
+    """Returns what the readers of a row take as its `mask`: where its words begin, and whether it has any; or None.
+
+    masks: int32 [num_slots, stride], a bit for each id that a slot's row may draw, lowest first; None: no row has one.
+    """
+    if masks_at is not None:
+        return masks_at + slot * stride, (flags & MASKED) != 0
+
+
 @triton.jit
-def read_lines(logits_at, seen_at, starts, penalised, repetition, vocab: tl.constexpr, largest: tl.constexpr):
-    """Reads ids, int32, and logits, float32, [n, LINE] of lines that start at `starts` [n]; -inf past the
-    vocabulary."""
+def read_words(mask, starts, vocab: tl.constexpr):
+    """Reads the two words, int32 [n] each, of a mask for lines that start at `starts` [n]; 0 past the vocabulary.
+
+    All ids of a row without a mask are allowed, and nothing is read for it.
+    """
+    words_at, masked = mask
+    other = tl.where(masked, 0, -1)
+    low = tl.load(words_at + starts // 32, mask=masked & (starts < vocab), other=other)
+    high = tl.load(words_at + starts // 32 + 1, mask=masked & (starts + 32 < vocab), other=other)
+    return low, high
+
+
+@triton.jit
+def load_allowed(logits_at, starts, low, high, vocab: tl.constexpr):
+    """Loads logits [n, LINE] of lines with these words of a mask; -inf where a word allows nothing.
+
+    Such words' logits are not read. With a condition of each id, a thread could not read several ids at once.
+    """
     column = tl.arange(0, LINE)[None, :]
     ids = starts[:, None] + column
-    x = clean(tl.load(logits_at + ids, mask=ids < vocab, other=-INF).to(tl.float32), largest)
+    words = tl.where(column < 32, low[:, None], high[:, None])
+    return tl.load(logits_at + ids, mask=(ids < vocab) & (words != 0), other=-INF)
+
+
+@triton.jit
+def forbid(x, low, high, masked):
+    """Returns logits, float32 [n, LINE], with -inf where these words of a mask have no bit."""
+    if masked:
+        column = tl.arange(0, LINE)[None, :]
+        words = tl.where(column < 32, low[:, None], high[:, None])
+        # In two steps: the ids that a thread reads at once then differ in constants alone.
+        allowed = (words >> (column & 28)) & (1 << (column & 3))
+        x = tl.where(allowed != 0, x, -INF)
+    return x
+
+
+@triton.jit
+def read_lines(logits_at, seen_at, starts, penalised, repetition, mask, vocab: tl.constexpr, largest: tl.constexpr):
+    """Reads ids, int32, and logits, float32, [n, LINE] of lines that start at `starts` [n]; -inf past the
+    vocabulary, and for ids that the row's mask forbids."""
+    column = tl.arange(0, LINE)[None, :]
+    ids = starts[:, None] + column
+    if mask is None:
+        x = tl.load(logits_at + ids, mask=ids < vocab, other=-INF).to(tl.float32)
+    else:
+        low, high = read_words(mask, starts, vocab)
+        x = load_allowed(logits_at, starts, low, high, vocab).to(tl.float32)
+        x = forbid(x, low, high, mask[1])
+    x = clean(x, largest)
     if penalised:
         low = tl.load(seen_at + starts // 32, mask=starts < vocab, other=0)
         high = tl.load(seen_at + starts // 32 + 1, mask=starts + 32 < vocab, other=0)
@@ -73,9 +128,13 @@ def read_lines(logits_at, seen_at, starts, penalised, repetition, vocab: tl.cons
 
 
 @triton.jit
-def read_one(logits_at, seen_at, token, penalised, repetition, largest: tl.constexpr):
-    """Reads the logit of one token id below the vocabulary's size."""
+def read_one(logits_at, seen_at, token, penalised, repetition, mask, largest: tl.constexpr):
+    """Reads the logit of one token id below the vocabulary's size; -inf if the row's mask forbids it."""
     x = clean(tl.load(logits_at + token).to(tl.float32), largest)
+    if mask is not None:
+        words_at, masked = mask
+        word = tl.load(words_at + token // 32, mask=masked, other=-1)
+        x = tl.where(((word >> (token & 31)) & 1) != 0, x, -INF)
     if penalised:
         x = penalise(x, (tl.load(seen_at + token // 32) >> (token & 31)) & 1, repetition)
     return x

@@ -30,8 +30,12 @@ from toka_async.kernels.sampling.row import (
     SUM_WITHIN,
     chunk_stats,
     clean,
+    forbid,
+    load_allowed,
+    mask_of,
     penalise,
     read_lines,
+    read_words,
     scale_of,
     weigh,
 )
@@ -57,6 +61,7 @@ def pilot(
     top_k_at,
     repetition_at,
     seen_at,
+    masks_at,
     bounds_at,
     vocab: tl.constexpr,
     stride: tl.constexpr,
@@ -84,6 +89,7 @@ def pilot(
             starts,
             penalised,
             tl.load(repetition_at + slot),
+            mask_of(masks_at, slot, flags, seen_stride),
             vocab,
             largest,
         )
@@ -129,6 +135,7 @@ def chunk_sums(
     temperature_at,
     repetition_at,
     seen_at,
+    masks_at,
     bounds_at,
     stats_at,
     maxima_at,
@@ -157,6 +164,7 @@ def chunk_sums(
         temperature_at,
         repetition_at,
         seen_at,
+        masks_at,
         bounds_at + row * 2,
         stats_at + row * (NUM_STATS * num_chunks),
         maxima_at + row * num_lines,
@@ -179,6 +187,7 @@ def repair(
     temperature_at,
     repetition_at,
     seen_at,
+    masks_at,
     bounds_at,
     stats_at,
     maxima_at,
@@ -219,6 +228,7 @@ def repair(
                 temperature_at,
                 repetition_at,
                 seen_at,
+                masks_at,
                 bounds_at + row * 2,
                 row_stats_at,
                 maxima_at + row * num_lines,
@@ -243,6 +253,7 @@ def _sum_chunk(
     temperature_at,
     repetition_at,
     seen_at,
+    masks_at,
     bounds_at,
     stats_at,
     maxima_at,
@@ -256,16 +267,94 @@ def _sum_chunk(
     largest: tl.constexpr,
 ):
     line = chunk * chunk_lines + tl.arange(0, chunk_lines)
-    column = tl.arange(0, LINE)[None, :]
-    ids = (line * LINE)[:, None] + column
-    # Loading the logits first lets the row's parameters arrive meanwhile.
-    loaded = tl.load(logits_at + ids, mask=ids < vocab, other=-INF)
-    slot = tl.load(slots_at + row)
-    flags = tl.load(flags_at + slot)
+    if masks_at is None:
+        column = tl.arange(0, LINE)[None, :]
+        ids = (line * LINE)[:, None] + column
+        # Loading the logits first lets the row's parameters arrive meanwhile.
+        loaded = tl.load(logits_at + ids, mask=ids < vocab, other=-INF)
+        slot = tl.load(slots_at + row)
+        _store_sums(
+            loaded,
+            chunk,
+            line,
+            slot,
+            tl.load(flags_at + slot),
+            temperature_at,
+            repetition_at,
+            seen_at,
+            bounds_at,
+            stats_at,
+            maxima_at,
+            sums_at,
+            vocab,
+            seen_stride,
+            num_lines,
+            num_chunks,
+            cleaned,
+            largest,
+        )
+    else:
+        slot = tl.load(slots_at + row)
+        flags = tl.load(flags_at + slot)
+        mask = mask_of(masks_at, slot, flags, seen_stride)
+        low, high = read_words(mask, line * LINE, vocab)
+        # Schemas often allow few ids: logits of other words are not read, and chunks without any are not computed. All
+        # are asked for before that is known, so that they arrive meanwhile.
+        loaded = load_allowed(logits_at, line * LINE, low, high, vocab)
+        some = tl.full((), 1, tl.int32)
+        if mask[1]:
+            some = tl.max(((low | high) != 0).to(tl.int32), 0)
+        if some > 0:
+            _store_sums(
+                forbid(loaded.to(tl.float32), low, high, mask[1]),
+                chunk,
+                line,
+                slot,
+                flags,
+                temperature_at,
+                repetition_at,
+                seen_at,
+                bounds_at,
+                stats_at,
+                maxima_at,
+                sums_at,
+                vocab,
+                seen_stride,
+                num_lines,
+                num_chunks,
+                cleaned,
+                largest,
+            )
+        else:
+            _store_nothing(line, stats_at + chunk, maxima_at, sums_at, num_lines, num_chunks)
+
+
+@triton.jit
+def _store_sums(
+    logits,
+    chunk,
+    line,
+    slot,
+    flags,
+    temperature_at,
+    repetition_at,
+    seen_at,
+    bounds_at,
+    stats_at,
+    maxima_at,
+    sums_at,
+    vocab: tl.constexpr,
+    seen_stride: tl.constexpr,
+    num_lines: tl.constexpr,
+    num_chunks: tl.constexpr,
+    cleaned: tl.constexpr,
+    largest: tl.constexpr,
+):
+    """Stores the sums of a chunk's logits [chunk_lines, LINE]."""
     temperature = tl.load(temperature_at + slot)
     lower = tl.load(bounds_at + 1)
     stats_at += chunk
-    x = loaded.to(tl.float32)
+    x = logits.to(tl.float32)
     if cleaned:
         x = clean(x, largest)
     as_it_is = ((flags & RANDOM) != 0) & ((flags & REPETITION) == 0) & (temperature == 1.0)
@@ -278,6 +367,7 @@ def _sum_chunk(
         words_at = seen_at + slot * seen_stride + line * (LINE // 32)
         low = tl.load(words_at, mask=line * LINE < vocab, other=0)
         high = tl.load(words_at + 1, mask=line * LINE + 32 < vocab, other=0)
+        column = tl.arange(0, LINE)[None, :]
         words = tl.where(column < 32, low[:, None], high[:, None])
         x = penalise(x, (words >> (column & 31)) & 1, tl.load(repetition_at + slot))
         if own_sums & after_penalty:
@@ -306,6 +396,16 @@ def _sum_chunk(
         if ((flags & LOGPROBS) != 0) & as_it_is:
             tl.store(stats_at + RAW_MAX * num_chunks, top)
             tl.store(stats_at + RAW_SUM * num_chunks, total)
+
+
+@triton.jit
+def _store_nothing(line, stats_at, maxima_at, sums_at, num_lines: tl.constexpr, num_chunks: tl.constexpr):
+    """Stores what any row gets for a chunk without an allowed id: what `_store_sums` makes of -inf alone."""
+    field = tl.arange(0, triton.next_power_of_2(NUM_STATS))
+    values = tl.where((field == MAX) | (field == RAW_MAX), -INF, 0.0)
+    tl.store(stats_at + field * num_chunks, values, mask=field < NUM_STATS)
+    tl.store(maxima_at + line, tl.full(line.shape, -INF, tl.float32), mask=line < num_lines)
+    tl.store(sums_at + line, tl.zeros(line.shape, tl.float32), mask=line < num_lines)
 
 
 @triton.jit
