@@ -21,10 +21,11 @@ from toka_async.attention import build, row_decode
 from toka_async.attention.kv_cache import make_cache
 from toka_async.checkpoint.limits import RankLimits
 from toka_async.checkpoint.spec import read_spec
-from toka_async.kernels import append, decode, few_rows, fused, pdl, prefill
+from toka_async.kernels import append, decode, few_rows, fused, prefill
 from toka_async.kernels.few_rows import FewRowsProducts
 from toka_async.kernels.fused import FusedOps
 from toka_async.kernels.gated import GatedProducts
+from toka_async.kernels.launches import pdl
 from toka_async.messages import Ready
 from toka_async.model.weights import build_decoder
 from toka_async.runner.runner import Runner, SamplingSetup

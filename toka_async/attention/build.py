@@ -153,7 +153,7 @@ def list_triton_trials(
     from toka_async.attention.row_decode import RowDecode
     from toka_async.attention.triton import TritonChunks, TritonDecode
     from toka_async.kernels.decode_work import divide_keys
-    from toka_async.kernels.pdl import list_row_counts
+    from toka_async.kernels.launches.pdl import list_row_counts
 
     scale, tiles = cache.head_dim**-0.5, _list_tiles(cache, num_heads, soft_cap)[0]
     sinks = _make_sinks(cache, num_heads, has_sinks)

@@ -15,8 +15,8 @@ from toka_async.attention.base import AttentionBatch
 from toka_async.attention.kv_cache import E4M3, KVCache
 from toka_async.kernels.decode import DecodeConfig, Partial, choose_parts, decode_attention, decode_config
 from toka_async.kernels.decode_work import UNEVEN, DecodeWork, divide_alike, divide_keys, needs_parts
+from toka_async.kernels.launches.pdl import list_row_counts
 from toka_async.kernels.occupancy import count_resident
-from toka_async.kernels.pdl import list_row_counts
 
 SHORT = 400  # keys of a row, on average, for which blocks are small
 FEW_ROWS = 32  # rows of a graph below which all rows have as many parts: dividing their keys costs a launch

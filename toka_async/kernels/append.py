@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toka_async.kernels.pdl import can_follow, follow
-from toka_async.kernels.sizes import divide_up, round_to_power
+from toka_async.kernels.launches.pdl import can_follow, follow
+from toka_async.kernels.launches.sizes import divide_up, round_to_power
 from toka_async.kernels.stored import to_stored
 
 # Heads and elements of a program: enough for wide accesses, few enough to give one token several programs.

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.decode_work import MOST_PARTS, DecodeWork, find_first
-from toka_async.kernels.pdl import can_follow, follow
+from toka_async.kernels.launches.pdl import can_follow, follow
 from toka_async.kernels.stored import choose_operand, to_operand
 
 LOG2E = 1.4426950408889634

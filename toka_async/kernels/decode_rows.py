@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toka_async.kernels.sizes import divide_up
+from toka_async.kernels.launches.sizes import divide_up
 
 NEXT_TOKEN = tl.constexpr(-1)  # in place of a token id: the slot's next token, which only the device knows
 _ROWS = 128  # of a program

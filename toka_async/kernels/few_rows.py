@@ -19,7 +19,7 @@ from torch import Tensor
 
 from toka_async.kernels.activation import NAMES, activate
 from toka_async.kernels.by_rows import ByRows
-from toka_async.kernels.pdl import can_follow, follow
+from toka_async.kernels.launches.pdl import can_follow, follow
 from toka_async.kernels.scaled_weight import BLOCK, ScaledWeight, Weight, split_weight
 
 STORE: Final = "store"

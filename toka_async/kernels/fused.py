@@ -17,11 +17,11 @@ from torch import Tensor
 from toka_async.kernels.activation import NAMES, activate
 from toka_async.kernels.few_rows import ADD, STORE, FewRowsProducts, Norm
 from toka_async.kernels.gated import GatedProducts
+from toka_async.kernels.launches.pdl import FEW_ROWS, can_follow, follow
+from toka_async.kernels.launches.sizes import divide_up, round_to_power
 from toka_async.kernels.matmul import TunedProducts
-from toka_async.kernels.pdl import FEW_ROWS, can_follow, follow
 from toka_async.kernels.rotation import compute_rotation
 from toka_async.kernels.scaled_weight import ScaledOps
-from toka_async.kernels.sizes import divide_up, round_to_power
 
 _NORM_CELLS = 2048  # values of a program that norms several short rows
 _GATE_BLOCK = 2048

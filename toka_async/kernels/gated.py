@@ -19,8 +19,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from toka_async.kernels.activation import activate
 from toka_async.kernels.by_rows import ByRows
+from toka_async.kernels.launches.sizes import divide_up
 from toka_async.kernels.scaled_weight import BLOCK, Weight, split_weight
-from toka_async.kernels.sizes import divide_up
 
 _ALIGNMENT = 16  # bytes, of addresses and rows: what tensor copies need
 _ROW_TILES = 16  # that share weights in the L2 cache

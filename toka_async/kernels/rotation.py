@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toka_async.kernels.sizes import divide_up, round_to_power
+from toka_async.kernels.launches.sizes import divide_up, round_to_power
 
 _ANGLES = 512  # of a program
 

@@ -14,7 +14,7 @@ from toka_async.checkpoint.spec import ModelSpec
 from toka_async.kernels.append import append
 from toka_async.kernels.decode_rows import begin_rows
 from toka_async.kernels.fused import FusedOps
-from toka_async.kernels.pdl import list_row_counts
+from toka_async.kernels.launches.pdl import list_row_counts
 from toka_async.runner.device_rows import DeviceRows
 
 

@@ -113,7 +113,7 @@ def list_row_loads(ready: Ready, num_parts: int) -> list[Load]:
                 loads += [make_rows_load([length] * min(count, 300), (*kinds, GREEDY)) for kinds in (FULL, TORCH)]
     loads.append(make_rows_load([1], (GREEDY,)))
     grouped = [(count, 4, count) for count in add_part_counts((64,), num_parts)] + [(2, 1, 2), (most, 32, most)]
-    # More rows than start early (`kernels.pdl`), with so many keys each that several programs read them.
+    # More rows than start early (`kernels.launches.pdl`), with so many keys each that several programs read them.
     for count, shared, num_grouped in (*grouped, (17, 32, 0)):
         fits = shared + count * pages <= ready.num_pages and 1 < count <= ready.max_seqs
         if fits and (shared + pages) * size <= ready.max_context and count * 2 <= ready.max_tokens:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from toka_async.kernels.built import explain_unbuilt
 from toka_async.kernels.few_rows import ADD, STORE, FewRowsProducts, FewRowsTile, Norm
-from toka_async.kernels.pdl import FEW_ROWS
+from toka_async.kernels.launches.pdl import FEW_ROWS
 from toka_async.kernels.scaled_weight import Weight
 from toka_async.tuning.algorithms import describe_weights
 from toka_async.tuning.store import Facts

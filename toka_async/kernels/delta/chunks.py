@@ -13,7 +13,7 @@ from torch import Tensor
 
 from toka_async.kernels.delta.layer import DeltaShape, DeltaWeights, StepChunks
 from toka_async.kernels.delta.step import load_rates
-from toka_async.kernels.sizes import divide_up, round_to_power
+from toka_async.kernels.launches.sizes import divide_up, round_to_power
 
 _BLOCKS = 4  # of a piece, whose systems are solved row by row; the rest is products
 _VALUES = 32  # of a head, whose states one program takes through the pieces

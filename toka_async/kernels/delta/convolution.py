@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.delta.layer import DeltaShape, StepChunks
-from toka_async.kernels.pdl import can_follow, follow
-from toka_async.kernels.sizes import divide_up, round_to_power
+from toka_async.kernels.launches.pdl import can_follow, follow
+from toka_async.kernels.launches.sizes import divide_up, round_to_power
 
 _TOKENS = 16  # of a program, where rows have several
 _CHANNELS = 128  # of a program that keeps inputs

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toka_async.kernels.sizes import divide_up, round_to_power
+from toka_async.kernels.launches.sizes import divide_up, round_to_power
 
 _TOKENS = 16  # of a program
 

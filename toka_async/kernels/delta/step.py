@@ -12,8 +12,8 @@ from torch import Tensor
 
 from toka_async.kernels.delta.layer import DeltaShape, DeltaWeights
 from toka_async.kernels.delta.norm import norm_gated, norm_outputs
-from toka_async.kernels.pdl import can_follow, follow
-from toka_async.kernels.sizes import divide_up, round_to_power
+from toka_async.kernels.launches.pdl import can_follow, follow
+from toka_async.kernels.launches.sizes import divide_up, round_to_power
 
 # As measured on an H200 with heads of 128: up to so many rows a whole head is as fast as columns of it.
 _FEW_ROWS = 16

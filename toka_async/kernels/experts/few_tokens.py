@@ -13,8 +13,8 @@ from torch import Tensor
 from toka_async.kernels.activation import activate
 from toka_async.kernels.experts.grouped import BLOCK
 from toka_async.kernels.experts.routing import Routes
-from toka_async.kernels.pdl import can_follow, follow
-from toka_async.kernels.sizes import divide_up, round_to_power
+from toka_async.kernels.launches.pdl import can_follow, follow
+from toka_async.kernels.launches.sizes import divide_up, round_to_power
 
 _GATED_COLUMNS = 4  # of a program, each of which is a row of both matrices
 _COLUMNS = 4

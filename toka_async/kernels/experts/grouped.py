@@ -18,8 +18,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from toka_async.kernels.activation import activate
 from toka_async.kernels.gated import can_copy
+from toka_async.kernels.launches.sizes import divide_up, round_to_power
 from toka_async.kernels.occupancy import count_resident
-from toka_async.kernels.sizes import divide_up, round_to_power
 
 STORE: Final = "store"
 BLOCK: Final = 128  # values of a group that share a scale: a tile's depth, and a multiple of its outputs

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toka_async.kernels.pdl import can_follow, follow
-from toka_async.kernels.sizes import divide_up, round_to_power
+from toka_async.kernels.launches.pdl import can_follow, follow
+from toka_async.kernels.launches.sizes import divide_up, round_to_power
 
 _ROWS = 16  # tokens that a program handles at once, at most,
 _CELLS = 2048  # and their logits

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.experts.routing import Placement, Routes
-from toka_async.kernels.sizes import divide_up, round_to_power
+from toka_async.kernels.launches.sizes import divide_up, round_to_power
 
 _BLOCK = 1024
 

@@ -9,7 +9,7 @@ from toka_async.kernels.few_rows import FewRowsProducts, Norm
 from toka_async.kernels.fp8.products import ScaledProducts
 from toka_async.kernels.fp8.quantize import quantize, quantize_gate, quantize_norm
 from toka_async.kernels.gated import GatedProducts, RowScales
-from toka_async.kernels.pdl import FEW_ROWS
+from toka_async.kernels.launches.pdl import FEW_ROWS
 from toka_async.kernels.scaled_weight import Quantized, ScaledWeight
 
 LEAST_CAPABILITY = (8, 9)  # of a GPU that multiplies 8-bit floats

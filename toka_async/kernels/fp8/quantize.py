@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.activation import NAMES, activate
-from toka_async.kernels.pdl import can_follow, follow
+from toka_async.kernels.launches.pdl import can_follow, follow
 from toka_async.kernels.scaled_weight import BLOCK, Quantized
 
 ROW_MULTIPLE: Final = 4  # rows of scales by groups, which cuBLASLt asks for

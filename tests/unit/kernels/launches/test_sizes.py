@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from toka_async.kernels.sizes import divide_up, round_to_power
+from toka_async.kernels.launches.sizes import divide_up, round_to_power
 
 
 @pytest.mark.parametrize(("count", "size", "expected"), [(0, 16, 0), (1, 16, 1), (16, 16, 1), (17, 16, 2)])

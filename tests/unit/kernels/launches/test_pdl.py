@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from toka_async.kernels.pdl import FEW_ROWS, can_follow
+from toka_async.kernels.launches.pdl import FEW_ROWS, can_follow
 
 
 class Rows:
