@@ -110,6 +110,27 @@ class FusedOps:
             )
         return output
 
+    def apply_gates(self, x: Tensor, gates: Tensor) -> Tensor:
+        """Does it in place. A token's gates are contiguous. Their sigmoid is rounded to the dtype, as torch does it."""
+        num_tokens, width = x.shape
+        assert x.is_contiguous()
+        assert gates.shape in {(num_tokens, width), (num_tokens, 1)}
+        assert gates.stride(1) == 1 or gates.shape[1] == 1
+        block, pdl = min(_GATE_BLOCK, round_to_power(width)), can_follow(x)
+        if num_tokens:
+            _apply_gates[(num_tokens, divide_up(width, block))](
+                x,
+                gates,
+                gates.stride(0),
+                width=width,
+                is_one=gates.shape[1] == 1,
+                block=block,
+                pdl=pdl,
+                num_warps=4,
+                launch_pdl=pdl,
+            )
+        return x
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None) -> Tensor:
         output = self._compute_few(STORE, x, weight, bias, norm=norm)
         if output is not None:
@@ -214,3 +235,27 @@ def _gate(
     tl.store(
         output_at + row * inner + column, activate(gate.to(tl.float32), up, activation).to(gate.dtype), mask=within
     )
+
+
+@triton.jit
+def _apply_gates(
+    x_at,
+    gates_at,
+    stride,
+    width: tl.constexpr,
+    is_one: tl.constexpr,
+    block: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """One program scales `block` values of one token. is_one: a token has one gate."""
+    follow(pdl)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    within = column < width
+    x = tl.load(x_at + token * width + column, mask=within, other=0.0)
+    if is_one:
+        gate = tl.load(gates_at + token * stride)
+    else:
+        gate = tl.load(gates_at + token * stride + column, mask=within, other=0.0)
+    share = tl.sigmoid(gate.to(tl.float32)).to(x.dtype).to(tl.float32)
+    tl.store(x_at + token * width + column, (x.to(tl.float32) * share).to(x.dtype), mask=within)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from toka_async.attention.base import AttentionBackend
@@ -40,6 +39,7 @@ class Attention(nn.Module):
         attention = spec.layers[number].mixer
         assert isinstance(attention, AttentionSpec)
         self.index = index
+        self.ops = ops
         self.dim = attention.head_dim
         qkv, output = spec.layers[number].list_mixer_matrices(spec.hidden_size)
         self.qkv = build_matrix(qkv, comm, ops)
@@ -78,7 +78,7 @@ class Attention(nn.Module):
         head_norm = self.head_norm() if self.head_norm is not None else None
         mixed = backend.attend(self.index, heads, rotation[:2], head_norm, self.sinks).flatten(1)
         if self.num_gates:
-            mixed = mixed * torch.sigmoid(projected[:, : self.num_gates])
+            mixed = self.ops.apply_gates(mixed, projected[:, : self.num_gates])
         return mixed, residual
 
     def uses(self, normed: bool) -> Iterator[MatrixUse]:

@@ -208,6 +208,7 @@ class SharedExpert(nn.Module):
     def __init__(self, matrices: Sequence[MatrixSpec], activation: str, comm: Comm, ops: Ops) -> None:
         super().__init__()
         gate, gate_up, down = matrices
+        self.ops = ops
         self.activation = activation
         self.gate = build_matrix(gate, LocalComm(), ops)
         self.gate_up = build_matrix(gate_up, comm, ops)
@@ -216,7 +217,7 @@ class SharedExpert(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[t, hidden] to the rank's part of [t, hidden]."""
         inner = self.gate_up.gated(self.gate_up.take(x), self.activation, self.down)
-        return torch.sigmoid(self.gate.product(self.gate.take(x))) * self.down.product(inner)
+        return self.ops.apply_gates(self.down.product(inner), self.gate.product(self.gate.take(x)))
 
     def uses(self) -> Iterator[MatrixUse]:
         yield MatrixUse(self.gate_up, self.activation)

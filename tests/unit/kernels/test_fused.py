@@ -91,3 +91,16 @@ def test_a_norm_before_a_product(device: torch.device, dtype: torch.dtype) -> No
     torch.testing.assert_close(fused.linear(x, weight, bias, norm).float(), exact, atol=5e-2, rtol=5e-2)
     exact = plain.gated_linear(*wide, "silu", (norm[0].float(), 1e-5))
     torch.testing.assert_close(fused.gated_linear(x, weight, bias, "silu", norm).float(), exact, atol=5e-2, rtol=5e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [8, 33, 2049])
+def test_output_gates(device: torch.device, dtype: torch.dtype, width: int) -> None:
+    """By a gate for each value, which lies among others, and by one for each token."""
+    generator = torch.Generator().manual_seed(width)
+    x = torch.randn(3, width, generator=generator).to(device, dtype)
+    projected = torch.randn(3, 2 * width, generator=generator).to(device, dtype)
+    for gates in (projected[:, :width], projected[:, -1:]):
+        expected = TorchOps().apply_gates(x, gates)
+        torch.testing.assert_close(FusedOps().apply_gates(x.clone(), gates), expected, atol=1e-6, rtol=1e-6)
+    assert FusedOps().apply_gates(x[:0], projected[:0, :1]).shape == (0, width)

@@ -10,7 +10,7 @@ from torch import Tensor
 from toka_async.arrays import Int32
 from toka_async.attention.base import ChunkStates
 from toka_async.attention.states.pieces import ChunkPieces
-from toka_async.kernels.delta.layer import StepChunks
+from toka_async.kernels.delta.layer import Programs, StepChunks
 
 
 class ChunkCells:
@@ -37,7 +37,7 @@ class ChunkCells:
         slots[of_chunks] = np.repeat(states.slots, lengths)
         offsets[of_chunks] = np.arange(1, lengths.sum() + 1) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
-    def read(self, cells: Tensor, most_pieces: int, most_chunks: int) -> StepChunks:
-        """Returns what cells on the device describe. most_pieces, most_chunks: programs to start."""
+    def read(self, cells: Tensor, programs: Programs) -> StepChunks:
+        """Returns what cells on the device describe."""
         counts, pieces, chunks, slots, offsets = (cells[part] for part in self._parts)
-        return StepChunks(counts, pieces, chunks, slots, offsets, most_pieces, most_chunks)
+        return StepChunks(counts, pieces, chunks, slots, offsets, programs)

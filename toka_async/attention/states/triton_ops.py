@@ -20,7 +20,7 @@ from toka_async.attention.states.cells import ChunkCells
 from toka_async.attention.states.pieces import cut_chunks
 from toka_async.kernels.delta.chunks import count_piece_tokens, count_programs, read_chunks
 from toka_async.kernels.delta.convolution import convolve, keep_inputs
-from toka_async.kernels.delta.layer import DeltaWeights, StepChunks
+from toka_async.kernels.delta.layer import DeltaWeights, Programs, StepChunks
 from toka_async.kernels.delta.norm import norm_outputs
 from toka_async.kernels.delta.step import step_states
 
@@ -48,10 +48,11 @@ class TritonStateOps:
         layout = ChunkCells(int(batch.query_lengths.sum()), num_pieces, num_chunks)
         cells = np.zeros(layout.count, dtype=np.int32)
         layout.fill(cells, cut, batch.states, first, lengths)
-        most_pieces = num_pieces
+        programs = Programs(num_pieces, num_chunks, num_chunks)
         if first:
-            most_pieces = min(num_pieces, self._count_programs(layout.num_tokens)[0])
-        self._chunks = layout.read(to_device(cells, self._cache.device), most_pieces, num_chunks)
+            most = self._count_programs(layout.num_tokens)
+            programs = Programs(min(num_pieces, most.pieces), num_chunks, min(num_chunks, most.readers))
+        self._chunks = layout.read(to_device(cells, self._cache.device), programs)
 
     def plan_graph(self, batch: AttentionBatch) -> None:
         self._slots, self._chunks = batch.slots, None
@@ -70,7 +71,7 @@ class TritonStateOps:
         num_tokens, num_rows = len(batch.write_indices), batch.num_decode
         # Rows that do not decode have no context.
         self._slots = torch.where(batch.contexts > 0, batch.slots, self._cache.padding)
-        self._chunks = _make_layout(num_tokens, num_rows).read(cells, *self._count_programs(num_tokens))
+        self._chunks = _make_layout(num_tokens, num_rows).read(cells, self._count_programs(num_tokens))
 
     def compute(self, layer: int, inputs: Tensor, z: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
         cache, shape, chunks, num_rows = self._cache, self._cache.shape, self._chunks, len(self._slots)
@@ -98,8 +99,8 @@ class TritonStateOps:
             norm_outputs(read, z, chunks.offsets, weights.norm, weights.eps, output)
         return output
 
-    def _count_programs(self, num_tokens: int) -> tuple[int, int]:
-        """Counts programs for the pieces and the chunks of a step with decoding rows."""
+    def _count_programs(self, num_tokens: int) -> Programs:
+        """Counts programs of a step with decoding rows."""
         return count_programs(num_tokens, self._cache.shape.num_value_heads, self._cache.device)
 
 

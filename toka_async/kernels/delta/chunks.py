@@ -11,14 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toka_async.kernels.delta.layer import DeltaShape, DeltaWeights, StepChunks
+from toka_async.kernels.delta.layer import DeltaShape, DeltaWeights, Programs, StepChunks
 from toka_async.kernels.delta.step import load_rates
 from toka_async.kernels.launches.sizes import divide_up, round_to_power
 
 _BLOCKS = 4  # of a piece, whose systems are solved row by row; the rest is products
 _VALUES = 32  # of a head, whose states one program takes through the pieces
 _SOLVING = 1  # programs of a multiprocessor, beside which those of decoding rows run
-_CHUNKS = 16  # programs for each part of a head's state, which fill a GPU
+_CHUNKS = 16  # programs that keep chunks' newest inputs, for each part of the channels
+_TOKENS_BESIDE = 4096  # of a step with decoding rows, for each program that reads: more would take rows' registers
+_REGISTERS = 168  # of a thread that solves 16-bit values, so that three programs fit a multiprocessor
 
 
 def count_piece_tokens(dtype: torch.dtype) -> int:
@@ -26,15 +28,16 @@ def count_piece_tokens(dtype: torch.dtype) -> int:
     return 32 if dtype == torch.float32 else 64
 
 
-def count_programs(num_tokens: int, heads: int, device: torch.device) -> tuple[int, int]:
-    """Counts programs for the pieces, and for the chunks, of any step of so many tokens that has decoding rows as well.
+def count_programs(num_tokens: int, heads: int, device: torch.device) -> Programs:
+    """Counts programs for any step of so many tokens that has decoding rows as well.
 
-    A program solves many pieces, so that it leaves room for the programs of rows, which would wait for all others.
+    Few programs take many pieces and chunks, so that they leave room for those of rows, which would wait for them all.
     """
     of_pieces = num_tokens  # at most
     if not has_tensor_memory(device):  # which does not hold what a loop over pieces keeps there
         of_pieces = max(1, _SOLVING * _count_processors(device) // heads)
-    return min(num_tokens, of_pieces), min(num_tokens, _CHUNKS)
+    readers = max(1, round(num_tokens / _TOKENS_BESIDE))
+    return Programs(min(num_tokens, of_pieces), min(num_tokens, _CHUNKS), min(num_tokens, readers))
 
 
 def _count_processors(device: torch.device) -> int:
@@ -77,7 +80,7 @@ def read_chunks(
     decays = torch.empty(num_tokens, heads, dtype=torch.float32, device=convolved.device)
     of_pieces = chunks.counts, chunks.pieces
     solved = learned, reads, decays
-    _solve[chunks.most_pieces, heads](
+    _solve[chunks.programs.pieces, heads](
         convolved,
         gates,
         gates.stride(0),
@@ -87,12 +90,13 @@ def read_chunks(
         *solved,
         value_pad=value_pad,
         count=_BLOCKS,
-        takes_several=3 * chunks.most_pieces < len(chunks.pieces),
+        takes_several=3 * chunks.programs.pieces < len(chunks.pieces),
         num_warps=8 if convolved.dtype == torch.float32 else 4,
+        maxnreg=None if convolved.dtype == torch.float32 else _REGISTERS,
         **dims,
     )
     values = min(_VALUES // 2 if convolved.dtype == torch.float32 else _VALUES, value_pad)
-    _read[chunks.most_chunks, heads, divide_up(shape.value_dim, values)](
+    _read[chunks.programs.readers, heads, divide_up(shape.value_dim, values)](
         convolved,
         states,
         states.stride(0),

@@ -14,7 +14,7 @@ from toka_async.kernels.delta.layer import DeltaShape, StepChunks
 from toka_async.kernels.launches.pdl import can_follow, follow
 from toka_async.kernels.launches.sizes import divide_up, round_to_power
 
-_TOKENS = 16  # of a program, where rows have several
+_TOKENS = 32  # of a program, where rows have several
 _CHANNELS = 128  # of a program that keeps inputs
 NORM_EPS = 1e-6  # of the lengths of queries and keys
 
@@ -169,7 +169,7 @@ def keep_inputs(projected: Tensor, states: Tensor, chunks: StepChunks, shape: De
 
     projected, states: see `convolve`.
     """
-    grid = chunks.most_chunks, divide_up(shape.num_channels, _CHANNELS)
+    grid = chunks.programs.chunks, divide_up(shape.num_channels, _CHANNELS)
     _keep[grid](
         projected,
         projected.stride(0),

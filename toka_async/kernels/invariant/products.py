@@ -93,6 +93,7 @@ class InvariantOps:
         self.scaled = ScaledKernels(ScaledProducts(tile=LARGEST_TILE))
         self.add_norm = fused.add_norm
         self.gate = fused.gate
+        self.apply_gates = fused.apply_gates
         self.compute_rotation = fused.compute_rotation
         self.mix_experts = ExpertKernels(invariant=True).mix
 

@@ -22,7 +22,10 @@ Norm = tuple[Tensor, float]  # an RMSNorm's weight [inputs] and epsilon
 
 
 class Ops(Protocol):
-    """Operations on [t, n] activations of any floating dtype. `add_linear` and `mix_experts` may write in place."""
+    """Operations on [t, n] activations of any floating dtype.
+
+    `add_linear`, `apply_gates` and `mix_experts` may write in place.
+    """
 
     @property
     def scaled(self) -> ScaledOps | None:
@@ -46,6 +49,10 @@ class Ops(Protocol):
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         """[t, 2 * inner] to [t, inner]: what `GATES` make of the halves, most of them activation(first) * second."""
+        ...
+
+    def apply_gates(self, x: Tensor, gates: Tensor) -> Tensor:
+        """x [t, n], whose memory it may take, times the sigmoid of gates [t, n] or [t, 1]."""
         ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None) -> Tensor:
@@ -91,6 +98,9 @@ class TorchOps:
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         return GATES[activation](*gate_up.chunk(2, dim=-1))
+
+    def apply_gates(self, x: Tensor, gates: Tensor) -> Tensor:
+        return x * torch.sigmoid(gates)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None) -> Tensor:
         if norm is not None:

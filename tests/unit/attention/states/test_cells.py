@@ -6,6 +6,7 @@ import torch
 from toka_async.attention.base import ChunkStates
 from toka_async.attention.states.cells import ChunkCells
 from toka_async.attention.states.pieces import cut_chunks
+from toka_async.kernels.delta.layer import Programs
 
 
 def test_cells_describe_chunks_behind_decoding_rows() -> None:
@@ -14,11 +15,11 @@ def test_cells_describe_chunks_behind_decoding_rows() -> None:
     layout = ChunkCells(num_tokens=9, num_pieces=9, num_chunks=4)
     cells = np.zeros(layout.count, np.int32)
     layout.fill(cells, cut_chunks(lengths, states, 2, 64, 20), states, 2, lengths)
-    read = layout.read(torch.from_numpy(cells), 5, 3)
+    read = layout.read(torch.from_numpy(cells), Programs(5, 3, 1))
     assert read.counts.tolist() == [3, 2]
     assert read.pieces.view(9, 3)[:4].tolist() == [[2, 1, 22], [3, 2, -1], [5, 2, -1], [0, 0, 0]]
     assert read.chunks.view(4, 3).tolist() == [[0, 2, 7], [2, 1, 4], [0, 0, 0], [0, 0, 0]]
     assert read.slots.tolist() == [0, 0, 7, 7, 7, 4, 4, 0, 0]
     assert read.offsets.tolist() == [0, 0, 1, 2, 3, 1, 2, 0, 0]
-    assert (read.most_pieces, read.most_chunks) == (5, 3)
+    assert read.programs == Programs(5, 3, 1)
     assert all(part.storage_offset() % 4 == 0 for part in (read.pieces, read.chunks, read.slots, read.offsets))

@@ -24,7 +24,7 @@ from toka_async.attention.states.torch_ops import TorchStateOps
 from toka_async.attention.states.triton_ops import TritonStateOps
 from toka_async.kernels.delta import step
 from toka_async.kernels.delta.chunks import count_programs
-from toka_async.kernels.delta.layer import DeltaShape
+from toka_async.kernels.delta.layer import DeltaShape, Programs
 
 SQUARE = DeltaShape(num_key_heads=1, num_value_heads=1, key_dim=32, value_dim=32, width=2)
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 8e-2}
@@ -76,46 +76,46 @@ def test_beside_rows_a_program_solves_several_pieces(
     inputs, z = split_z(SHAPE, projected)
     results = []
     for most in (num_programs, 100):
-        monkeypatch.setattr(triton_ops, "count_programs", lambda *_, most=most: (most, 16))
+        monkeypatch.setattr(triton_ops, "count_programs", lambda *_, most=most: Programs(most, 16, 1))
         cache = make_cache(SHAPE, torch.float32, device)
         ops = TritonStateOps(cache)
         ops.plan(batch)
         assert ops._chunks is not None
-        assert ops._chunks.most_pieces == min(most, 4)
+        assert ops._chunks.programs == Programs(min(most, 4), 2, 1)
         results.append((ops.compute(0, inputs, z, gates, weights), cache.recurrent))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
 
 
 def test_chunks_alone_have_a_program_for_each_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_ops, "count_programs", lambda *_: (1, 1))
+    monkeypatch.setattr(triton_ops, "count_programs", lambda *_: Programs(1, 1, 1))
     cpu = torch.device("cpu")
     ops = TritonStateOps(make_cache(SHAPE, torch.float32, cpu))
     ops.plan(make_batch([], [(2, 70), (0, 5)], [], cpu))
     assert ops._chunks is not None
-    assert (ops._chunks.most_pieces, ops._chunks.most_chunks) == (4, 2)
+    assert ops._chunks.programs == Programs(4, 2, 2)
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "heads", "capability", "expected"),
     [
-        (8192, 32, (9, 0), (4, 16)),  # 128 programs on 132 multiprocessors
-        (8192, 8, (9, 0), (16, 16)),
-        (8192, 256, (9, 0), (1, 16)),  # at least one for each head
-        (3, 8, (9, 0), (3, 3)),
-        (8192, 32, (10, 0), (8192, 16)),  # none takes several
+        (8192, 32, (9, 0), (4, 16, 2)),  # 128 programs on 132 multiprocessors
+        (5000, 8, (9, 0), (16, 16, 1)),
+        (16384, 256, (9, 0), (1, 16, 4)),  # at least one for each head
+        (3, 8, (9, 0), (3, 3, 1)),
+        (8192, 32, (10, 0), (8192, 16, 2)),  # none solves several
     ],
 )
-def test_programs_for_pieces_leave_room_for_rows(
+def test_programs_leave_room_for_rows(
     num_tokens: int,
     heads: int,
     capability: tuple[int, int],
-    expected: tuple[int, int],
+    expected: tuple[int, int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert count_programs(num_tokens, heads, torch.device("cuda")) == expected
+    assert count_programs(num_tokens, heads, torch.device("cuda")) == Programs(*expected)
 
 
 @pytest.mark.parametrize("ops", [TritonStateOps, TorchStateOps])
@@ -194,7 +194,7 @@ class Graph:
 
 def test_a_graph_computes_any_step_of_its_size(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """With fewer programs than there are pieces and chunks, padding, and each step after the other's states."""
-    monkeypatch.setattr(triton_ops, "count_programs", lambda *_: (2, 2))
+    monkeypatch.setattr(triton_ops, "count_programs", lambda *_: Programs(2, 2, 2))
     weights = make_weights(SHAPE, torch.float32, device)
     ours, exact = (make_cache(SHAPE, torch.float32, device) for _ in range(2))
     ops = TritonStateOps(ours)
