@@ -81,9 +81,8 @@ def build_attention(
     assert isinstance(chunks, AutoChunks)
     part = chunks.parts["triton"]
     assert isinstance(part, TritonChunks)
-    if part.config.registers:
-        return "tiles for Hopper"
-    return f"tiles {list_prefill_configs(dim, group, cache.dtype).index(part.config)}"
+    tiles = "for Hopper" if part.config.registers else list_prefill_configs(dim, group, cache.dtype).index(part.config)
+    return f"tiles {tiles}" + (" and wide pages" if part.wide is not None else "")
 
 
 def build_invariant(dtype: str, dim: int, group: int, soft_cap: float = 0.0) -> str:
@@ -107,6 +106,8 @@ def build_layer(dtype: str, dim: int, hidden: int) -> str:
     for residual in (None, x):
         ops.add_norm(x, residual, x[0], 1e-6)
     ops.gate(x, "silu")
+    for gates in (x, x[:, :1]):
+        ops.apply_gates(x, gates)
     return "all"
 
 

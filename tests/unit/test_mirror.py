@@ -72,7 +72,6 @@ COVERED = {
     "unit/client/test_exchange.py": ["client/errors", "client/pending"],
     "unit/config/test_load.py": ["config/sections", "config/text"],
     "unit/kernels/experts/test_mixture.py": ["kernels/experts/sums"],
-    "unit/kernels/test_append.py": ["kernels/stored"],
     "unit/kernels/sampling/test_edit.py": ["kernels/sampling/raw"],
     "unit/kernels/fp8/test_products.py": ["kernels/scaled_weight"],
     "unit/model/matrices/test_fp8.py": ["kernels/fp8/ops"],

@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # these need Triton, which is not everywhere
         PagedAttention,
         PrefillKernel,
     )
+    from toka_async.attention.wide.pages import WideLimits, WidePages
     from toka_async.kernels.prefill import PrefillConfig
 
 logger = logging.getLogger(__name__)
@@ -152,6 +153,7 @@ def list_triton_trials(
     from toka_async.attention.prefix_memory import PrefixMemory
     from toka_async.attention.row_decode import RowDecode
     from toka_async.attention.triton import TritonChunks, TritonDecode
+    from toka_async.attention.wide.pages import WideLimits
     from toka_async.kernels.decode_work import divide_keys
     from toka_async.kernels.launches.pdl import list_row_counts
 
@@ -175,7 +177,10 @@ def list_triton_trials(
 
     decodes = [partial(run_decode_kernels, num_rows) for num_rows in list_row_counts(cache.device)]
     kinds: list[Callable[[int], None]] = [*decodes, run_chunk_kernel, divide_rows]
-    return [run_prefix_kernel, *(partial(run, window) for window in sorted({0, *windows}) for run in kinds)]
+    trials: list[Callable[[], None]]
+    trials = [run_prefix_kernel, *(partial(run, window) for window in sorted({0, *windows}) for run in kinds)]
+    wide = _make_wide_pages(cache, num_heads, windows, soft_cap, WideLimits(most_tokens=0))
+    return trials if wide is None else [*trials, partial(wide.run_each_kernel, sinks)]
 
 
 def resolve_backend(backend: Backend, cache: KVCache, soft_cap: float = 0.0) -> Backend:
@@ -218,15 +223,18 @@ def _add_triton(sources: Sources, limits: AttentionLimits, show: Show) -> str:
     """
     from toka_async.attention.prefix_memory import PrefixMemory, count_partials
     from toka_async.attention.triton import TritonChunks, TritonDecode
-    from toka_async.kernels.built import UnbuiltError, find_built
+    from toka_async.kernels.built import UnbuiltError, explain_unbuilt, find_built
 
     cache, num_heads, scale = limits.cache, limits.num_heads, limits.scale
     device = cache.device
     memory = PrefixMemory(device, count_partials(device), cache.dtype)
+    wide = _make_wide_pages(cache, num_heads, limits.windows, limits.soft_cap)
+    if wide is not None and explain_unbuilt(partial(wide.run_each_kernel, limits.sinks)):
+        wide = None
 
     def make_sources(tiles: PrefillConfig) -> Sources:
-        decode = partial(TritonDecode, cache, num_heads, scale, tiles, memory, limits.soft_cap)
-        chunks = partial(TritonChunks, cache, num_heads, scale, tiles, limits.soft_cap)
+        decode = partial(TritonDecode, cache, num_heads, scale, tiles, memory, limits.soft_cap, wide)
+        chunks = partial(TritonChunks, cache, num_heads, scale, tiles, limits.soft_cap, wide)
         return Sources({"triton": decode}, {"triton": chunks}, decode, chunks)
 
     configs = _list_tiles(cache, num_heads, limits.soft_cap)
@@ -250,6 +258,23 @@ def _list_tiles(cache: KVCache, num_heads: int, soft_cap: float) -> list[Prefill
     is_e4m3 = cache.keys[0].dtype != cache.dtype
     of_hopper = list_hopper_configs(*shape, cache.page_size, cache.device, is_e4m3, soft_cap)
     return of_hopper + list_prefill_configs(*shape)
+
+
+def _make_wide_pages(
+    cache: KVCache, num_heads: int, windows: Sequence[int], soft_cap: float, limits: WideLimits | None = None
+) -> WidePages | None:
+    """Makes room for wide pages; None: the cache is not in E4M3, or nothing reads them faster than the cache.
+
+    Layers that all have a window read too little for them, mostly.
+    """
+    from toka_async.attention.wide.pages import WidePages
+    from toka_async.kernels.prefill import list_hopper_configs
+
+    shape = cache.head_dim, num_heads // cache.num_kv_heads, cache.dtype
+    configs = list_hopper_configs(*shape, cache.page_size, cache.device, soft_cap=soft_cap)
+    if not configs or cache.keys[0].dtype == cache.dtype or (windows and all(windows)):
+        return None
+    return WidePages(cache.keys, cache.values, cache.dtype, num_heads, configs[0], limits)
 
 
 def _add_flashinfer(sources: Sources, limits: AttentionLimits) -> None:

@@ -20,6 +20,7 @@ from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.prefix_memory import PrefixMemory, count_partials
 from toka_async.attention.row_decode import RowDecode
 from toka_async.attention.tile_parts import keep_tiles, split_tiles
+from toka_async.attention.wide.pages import Pages, WidePages
 from toka_async.kernels.decode import Partial, merge
 from toka_async.kernels.occupancy import count_resident
 from toka_async.kernels.prefill import PrefillConfig, attend_chunks, attend_prefixes, list_prefill_configs
@@ -33,11 +34,17 @@ KEPT_GROUPS = 64  # descriptions of groups that are kept: a step's parts have th
 
 @dataclass(slots=True, frozen=True)
 class _Shared:
-    """What grouped rows read together. skip: int32 [rows]; tiles: see `attend_prefixes`; splits: of a prefix's keys."""
+    """What grouped rows read together. skip: int32 [rows]; tiles: see `attend_prefixes`; splits: of a prefix's keys.
+
+    wide_tiles: over the wide pages of `sources`, see `WidePages.fill`. num_programs, num_wide: of both; 0: no launch.
+    """
 
     skip: Tensor
+    wide_tiles: Tensor
+    sources: Tensor
     tiles: Tensor
     num_programs: int
+    num_wide: int
     splits: int
 
 
@@ -52,10 +59,12 @@ class TritonDecode:
         tiles: PrefillConfig | None = None,
         memory: PrefixMemory | None = None,
         soft_cap: float = 0.0,
+        wide: WidePages | None = None,
     ) -> None:
         """tiles: of prefixes that rows share; None: the best, if they fit the chip.
 
-        memory: parts of one stream may share it; None: it has its own. soft_cap: of scores, see `AttentionSpec`.
+        memory: parts of one stream may share it; None: it has its own. soft_cap: of scores, see `AttentionSpec`. wide:
+        shared as `memory` is; None: no prefix is widened.
         """
         self.cache = cache
         self.soft_cap = soft_cap
@@ -67,9 +76,10 @@ class TritonDecode:
         self.tile_config = tiles or list_prefill_configs(cache.head_dim, group_size, cache.dtype)[0]
         self.tile_rows = self.tile_config.queries(group_size)
         self.memory = memory or PrefixMemory(self.device, count_partials(self.device), cache.dtype)
+        self.wide = wide
         self.rows = RowDecode(cache, num_heads, self.scale, soft_cap)
         self.shared: _Shared | None = None
-        # Grouped graphs: the groups that graph_data describes, skips of all rows first, then tiles.
+        # Grouped graphs: the groups that graph_data describes, as `_divide` says.
         self.graph_groups: tuple[PrefixGroup, ...] = ()
         self.graph_rows = 0
         self.graph_data = torch.empty(0, dtype=torch.int32, device=self.device)
@@ -80,16 +90,11 @@ class TritonDecode:
         spans = _drop_unseen(_read_groups(groups), contexts, self.cache.page_size, window)
         self.shared, lengths = None, np.minimum(contexts, window) if window else contexts
         if len(spans):
-            data, skip, num_tiles = self._describe(spans, batch.num_decode)
+            data, skip, num_tiles, num_wide = self._describe(spans, batch.num_decode)
             lengths = np.minimum(contexts - skip, lengths)
-            rows = _round_up(batch.num_decode)
-            tiles = to_device(data, self.device)
-            self.shared = _Shared(
-                tiles[:rows],
-                tiles[rows:].view(-1, 4),
-                num_tiles,
-                self._count_prefix_splits(num_tiles, batch.num_decode),
-            )
+            splits = self._count_prefix_splits(num_tiles + num_wide, batch.num_decode)
+            parts = self._view_parts(to_device(data, self.device), batch.num_decode)
+            self.shared = _Shared(*parts, num_tiles, num_wide, splits)
         self.rows.plan(batch, lengths, None if self.shared is None else self.shared.skip, window)
 
     def plan_graph(self, batch: AttentionBatch, grouped: bool, window: int) -> None:
@@ -99,13 +104,15 @@ class TritonDecode:
             if not self.graph_rows:
                 self.graph_rows = _round_up(num_rows)
                 # Each group may have one partly full tile, so there are at most as many tiles as rows.
-                self.graph_data = torch.zeros(self.graph_rows * 5 + 4, dtype=torch.int32, device=self.device)
+                size = self._divide(self.graph_rows)[-1].start + 4 * (self.graph_rows + 1)
+                self.graph_data = torch.zeros(size, dtype=torch.int32, device=self.device)
             assert num_rows <= self.graph_rows, "the first grouped plan is of the most rows"
-            skip, tiles = self.graph_data[: self.graph_rows], self.graph_data[self.graph_rows :].view(-1, 4)
-            num_programs = -(-num_rows // self.tile_rows) + -(-num_rows // 64)  # full tiles, and some of small groups
-            self.shared = _Shared(
-                skip, tiles, num_programs, self._count_prefix_splits(-(-num_rows // self.tile_rows), num_rows)
-            )
+            full_tiles = -(-num_rows // self.tile_rows)
+            num_programs = full_tiles + -(-num_rows // 64)  # full tiles, and some of small groups
+            num_wide = 0 if self.wide is None else self.wide.count_tiles(num_rows)
+            splits = self._count_prefix_splits(full_tiles, num_rows)
+            parts = self._view_parts(self.graph_data, self.graph_rows)
+            self.shared = _Shared(*parts, num_programs, num_wide, splits)
         self.rows.plan_graph(batch, None if self.shared is None else self.shared.skip, window)
 
     def set_groups(self, groups: tuple[PrefixGroup, ...]) -> None:
@@ -131,19 +138,16 @@ class TritonDecode:
         if shared is not None:
             # One partial result may lie where the rows' outputs go: each program reads its own before it writes.
             prefix = self.memory.take(query, shared.splits, output)
-            attend_prefixes(
-                query,
-                self.cache.keys[layer],
-                self.cache.values[layer],
-                step.batch.page_table,
-                step.batch.slots,
-                shared.tiles,
-                shared.num_programs,
-                prefix,
-                self.scale * self.cache.scales[layer].keys,
-                self.tile_config,
-                self.soft_cap,
-            )
+            scale, table, slots = self.scale * self.cache.scales[layer].keys, step.batch.page_table, step.batch.slots
+            if shared.num_programs:
+                pages: Pages = self.cache.keys[layer], self.cache.values[layer], table, slots
+                tiles = shared.tiles, shared.num_programs
+                attend_prefixes(query, *pages, *tiles, prefix, scale, self.tile_config, self.soft_cap)
+            if shared.num_wide:
+                assert self.wide is not None
+                pages = self.wide.fill(layer, table, slots, shared.sources)
+                tiles = shared.wide_tiles, shared.num_wide
+                attend_prefixes(query, *pages, *tiles, prefix, scale, self.wide.config, self.soft_cap)
         self.rows.run(layer, query, output, prefix, sinks)
 
     def run_prefix_kernel(self) -> None:
@@ -154,16 +158,44 @@ class TritonDecode:
         config = self.tile_config
         attend_prefixes(query, keys, keys, zero, zero[0].long(), zero, 1, result, 1.0, config, self.soft_cap)
 
-    def _describe(self, spans: Int64, num_rows: int) -> tuple[Int32, Int64, int]:
-        """Turns spans [n, 3] of (first row, rows, keys) into device data: skips, padded, then tiles.
+    def _describe(self, spans: Int64, num_rows: int) -> tuple[Int32, Int64, int, int]:
+        """Turns spans [n, 3] of (first row, rows, keys) into device data, which `_divide` divides.
 
-        Also returns skips [num_rows], and the number of tiles.
+        Also returns skips [num_rows], and the number of tiles, over the cache and over wide pages.
         """
         first, count, keys = spans.T
         skip = np.zeros(_round_up(num_rows), dtype=np.int64)
         skip[_make_ranges(first, count)] = np.repeat(keys, count)
+        wide_tiles, sources = np.zeros((1, 4), dtype=np.int64), np.zeros((0, 2), dtype=np.int64)
+        if self.wide is not None:
+            pages = keys // self.cache.page_size
+            is_wide = self.wide.choose_groups(count, pages)
+            if is_wide.any():
+                rows, sources = self.wide.place(first[is_wide], pages[is_wide])
+                chosen = first[is_wide], count[is_wide], keys[is_wide]
+                wide_tiles = _cut_tiles(rows, *chosen, self.wide.tile_queries, causal=False)
+                first, count, keys = first[~is_wide], count[~is_wide], keys[~is_wide]
         tiles = _cut_tiles(first, first, count, keys, self.tile_rows, causal=False)
-        return np.concatenate((skip, tiles.ravel())).astype(np.int32), skip[:num_rows], len(tiles) - 1
+        places = self._divide(num_rows)
+        data = np.zeros(places[-1].start + tiles.size, dtype=np.int32)
+        for place, table in zip(places, (skip, wide_tiles, sources, tiles), strict=True):
+            data[place][: table.size] = table.ravel()
+        return data, skip[:num_rows], len(tiles) - 1, len(wide_tiles) - 1
+
+    def _divide(self, num_rows: int) -> tuple[slice, slice, slice, slice]:
+        """Divides data of so many rows into skips, padded, tiles over wide pages, their sources, and other tiles.
+
+        What is without a fixed size is last, so that graphs find all else where it was.
+        """
+        most_tiles = 0 if self.wide is None else self.wide.count_tiles(num_rows)
+        most_pages = 0 if self.wide is None or not most_tiles else self.wide.most
+        middle = _round_up(num_rows) + 4 * (most_tiles + 1)
+        last = middle + _round_up(2 * (most_pages + 1))
+        return slice(_round_up(num_rows)), slice(_round_up(num_rows), middle), slice(middle, last), slice(last, None)
+
+    def _view_parts(self, data: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        skip, wide_tiles, sources, tiles = (data[place] for place in self._divide(num_rows))
+        return skip, wide_tiles.view(-1, 4), sources.view(-1, 2), tiles.view(-1, 4)
 
     def _count_prefix_splits(self, num_tiles: int, num_rows: int) -> int:
         wanted = PREFIX_PROGRAMS_PER_SM * self.num_sms // (num_tiles * self.cache.num_kv_heads)
@@ -173,7 +205,10 @@ class TritonDecode:
 
 @dataclass(slots=True, frozen=True)
 class _ChunkPlan:
-    """tiles, parts, partial: see `attend_chunks`. merged: see `merge`; no rows if no tile has several parts."""
+    """tiles, parts, partial: see `attend_chunks`. merged: see `merge`; no rows if no tile has several parts.
+
+    sources: of wide pages, which the tiles then read (`WidePages.fill`); None: they read the cache.
+    """
 
     batch: AttentionBatch
     window: int
@@ -182,6 +217,7 @@ class _ChunkPlan:
     parts: Tensor
     merged: Tensor
     partial: Partial
+    sources: Tensor | None = None
 
 
 class TritonChunks:
@@ -194,8 +230,12 @@ class TritonChunks:
         scale: float | None = None,
         tiles: PrefillConfig | None = None,
         soft_cap: float = 0.0,
+        wide: WidePages | None = None,
     ) -> None:
-        """tiles: of chunks; None: the best, if they fit the chip. soft_cap: of scores, see `AttentionSpec`."""
+        """tiles: of chunks; None: the best, if they fit the chip. soft_cap: of scores, see `AttentionSpec`.
+
+        wide: parts of one stream may share it; None: nothing is widened. Chunks in graphs read the cache.
+        """
         self.cache = cache
         self.soft_cap = soft_cap
         self.scale = scale if scale is not None else cache.head_dim**-0.5
@@ -204,23 +244,32 @@ class TritonChunks:
         group_size = num_heads // cache.num_kv_heads
         self.config = tiles or list_prefill_configs(cache.head_dim, group_size, cache.dtype)[0]
         self.tile_queries = self.config.queries(group_size)
+        self.wide = wide
         self.programs = max(1, self._count_programs() // cache.num_kv_heads)  # of each KV head that run at once
         self.step: _ChunkPlan | None = None
 
     def plan(self, batch: AttentionBatch, window: int) -> None:
-        chunks = slice(batch.num_decode, None)
-        tiles = self._cut(batch.num_decode, 0, batch.query_lengths[chunks], batch.context_lengths[chunks])
-        block_keys = self.config.block_keys
-        split = split_tiles(tiles, window, self.tile_queries, block_keys, self.programs)
-        split = split or keep_tiles(tiles, window, block_keys)
-        sizes = np.cumsum([split.tiles.size, split.parts.size])
-        data = to_device(
-            np.concatenate([split.tiles, split.parts, split.merged], axis=None, dtype=np.int32), self.device
-        )
-        there, parts, merged = data.tensor_split(sizes.tolist())
-        partial = self._make_partial(split.num_partials)
+        lengths, contexts = batch.query_lengths[batch.num_decode :], batch.context_lengths[batch.num_decode :]
+        rows = np.arange(batch.num_decode, len(batch.query_lengths))
+        size, block_keys, sources = self.tile_queries, self.config.block_keys, np.empty((0, 2), dtype=np.int64)
+        if self.wide is not None and not window and self.wide.is_worth(lengths, contexts):
+            size, block_keys = self.wide.tile_queries, self.wide.config.block_keys
+            rows, sources = self.wide.place(rows, -(-contexts // self.cache.page_size))
+        tiles = _cut_chunks(rows, 0, lengths, contexts, size)
+        split = split_tiles(tiles, window, size, block_keys, self.programs) or keep_tiles(tiles, window, block_keys)
+        tables = split.tiles, split.parts, split.merged, sources
+        sizes = np.cumsum([table.size for table in tables[:-1]])
+        data = to_device(np.concatenate(tables, axis=None, dtype=np.int32), self.device)
+        there, parts, merged, listed = data.tensor_split(sizes.tolist())
         self.step = _ChunkPlan(
-            batch, window, there.view(-1, 4), len(split.parts), parts.view(-1, 3), merged.view(-1, 3), partial
+            batch,
+            window,
+            there.view(-1, 4),
+            len(split.parts),
+            parts.view(-1, 3),
+            merged.view(-1, 3),
+            self._make_partial(split.num_partials * size),
+            listed.view(-1, 2) if len(sources) else None,
         )
 
     def count_cells(self, num_tokens: int, num_rows: int) -> int:
@@ -228,7 +277,8 @@ class TritonChunks:
         return 4 + 7 * most + 3 * MERGED_QUERIES
 
     def describe(self, cells: Int32, num_decode: int, lengths: Int32, contexts: Int64, window: int) -> None:
-        tiles = self._cut(num_decode, num_decode, lengths, contexts)
+        rows = np.arange(num_decode, num_decode + len(lengths))
+        tiles = _cut_chunks(rows, num_decode, lengths, contexts, self.tile_queries)
         split = split_tiles(tiles, window, self.tile_queries, self.config.block_keys, self.programs)
         if split is None or len(split.merged) > MERGED_QUERIES:
             split = keep_tiles(tiles, window, self.config.block_keys)
@@ -245,27 +295,27 @@ class TritonChunks:
             min(num_programs, len(parts) // 3),
             parts.view(-1, 3),
             merged.view(-1, 3),
-            self._make_partial(
-                2 * self.programs
-            ),  # a tile in parts has no more than twice as many as it has besides one
+            # a tile in parts has no more than twice as many as it has besides one
+            self._make_partial(2 * self.programs * self.tile_queries),
         )
 
     def run(self, layer: int, query: Tensor, output: Tensor, sinks: Tensor | None = None) -> None:
         step = self.step
         assert step is not None
-        scales = self.cache.scales[layer]
+        scales, batch, config = self.cache.scales[layer], step.batch, self.config
+        pages: Pages = self.cache.keys[layer], self.cache.values[layer], batch.page_table, batch.slots
+        if step.sources is not None:
+            assert self.wide is not None
+            pages, config = self.wide.fill(layer, batch.page_table, batch.slots, step.sources), self.wide.config
         attend_chunks(
             query,
-            self.cache.keys[layer],
-            self.cache.values[layer],
-            step.batch.page_table,
-            step.batch.slots,
+            *pages,
             step.tiles,
             step.num_programs,
             output,
             self.scale * scales.keys,
             step.window,
-            self.config,
+            config,
             step.parts,
             step.partial,
             scales.values,
@@ -273,16 +323,10 @@ class TritonChunks:
             self.soft_cap,
         )
         if len(step.merged):
-            merge(step.partial, step.merged, self.tile_queries, output)
+            merge(step.partial, step.merged, config.queries(self.num_heads // self.cache.num_kv_heads), output)
 
-    def _cut(self, first_row: int, first_query: int, lengths: Int32, contexts: Int32 | Int64) -> Int64:
-        """Cuts chunks into tiles, as `attend_chunks` takes them."""
-        counts, rows = lengths.astype(np.int64), np.arange(first_row, first_row + len(lengths))
-        firsts, seen = first_query + np.cumsum(counts) - counts, contexts - counts + 1
-        return _cut_tiles(rows, firsts, counts, seen, self.tile_queries, causal=True)
-
-    def _make_partial(self, num_parts: int) -> Partial:
-        shape = (num_parts * self.tile_queries, self.num_heads, self.cache.head_dim)
+    def _make_partial(self, num_queries: int) -> Partial:
+        shape = (num_queries, self.num_heads, self.cache.head_dim)
         return Partial(
             torch.empty(shape, dtype=torch.float32, device=self.device),
             torch.empty(shape[:2], dtype=torch.float32, device=self.device),
@@ -297,6 +341,13 @@ class TritonChunks:
         rows, parts = (zero, zero[0].long(), zero, 1, query), (zero[:, :3], none)
         kernel = attend_chunks(query, keys, keys, *rows, 1.0, 0, self.config, *parts, soft_cap=self.soft_cap)
         return count_resident(kernel, self.device)
+
+
+def _cut_chunks(rows: Int64, first_query: int, lengths: Int32, contexts: Int32 | Int64, size: int) -> Int64:
+    """Cuts chunks of rows into tiles of at most `size` queries, as `attend_chunks` takes them."""
+    counts = lengths.astype(np.int64)
+    firsts, seen = first_query + np.cumsum(counts) - counts, contexts - counts + 1
+    return _cut_tiles(rows, firsts, counts, seen, size, causal=True)
 
 
 def _divide_cells(num_cells: int) -> tuple[slice, slice, slice]:

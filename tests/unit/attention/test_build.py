@@ -16,12 +16,13 @@ from tests.fakes import flashinfer as fake_flashinfer
 from toka_async.attention import build, flashinfer
 from toka_async.attention.build import AttentionParts, Backend, build_attention, list_triton_trials, resolve_backend
 from toka_async.attention.choice import AutoChunks, AutoDecode, ChoiceTable, choose_always
-from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.kv_cache import E4M3, CacheFormat, KVCache
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.attention.triton import TritonChunks, TritonDecode
+from toka_async.attention.wide.pages import WidePages
 from toka_async.checkpoint.spec import ModelError
 from toka_async.config.load import describe
-from toka_async.kernels import support
+from toka_async.kernels import prefill, support
 
 BF16 = torch.bfloat16
 
@@ -196,6 +197,41 @@ def test_tiles_that_do_not_fit_are_not_used(
     assert decode.tile_config == chunks.config
     assert chunks.config.block_queries == 64
     assert "tiles of 64 query heads" in caplog.text
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("stored", [E4M3, torch.float32])
+@pytest.mark.parametrize("is_built", [True, False])
+def test_wide_pages_of_a_cache_in_e4m3(monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, is_built: bool) -> None:
+    """All parts share them, where a kernel for them is chosen and can be built."""
+
+    def list_tiles(*_: object, is_e4m3: bool = False, soft_cap: float = 0.0) -> list[prefill.PrefillConfig]:
+        return [] if is_e4m3 or soft_cap else [prefill.PrefillConfig(16, 16, num_warps=4, num_stages=1)]
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr(prefill, "list_hopper_configs", list_tiles)
+    if not is_built:
+        monkeypatch.setattr(WidePages, "run_each_kernel", refuse)
+    cache = KVCache(1, 20, 1, 4, 16, torch.float32, torch.device("cpu"), stored=CacheFormat(stored))
+    built = build_attention("triton", cache, 2, (0, 7), max_seqs=8, max_tokens=8)
+    decode, chunks = (auto.parts["triton"] for auto in parts_of(built, 0))
+    other, _ = (auto.parts["triton"] for auto in parts_of(built, 7))
+    assert isinstance(decode, TritonDecode)
+    assert isinstance(other, TritonDecode)
+    assert isinstance(chunks, TritonChunks)
+    assert (decode.wide is not None) == (stored == E4M3 and is_built)
+    assert decode.wide is chunks.wide
+    assert decode.wide is other.wide
+    windowed, _ = (
+        auto.parts["triton"]
+        for auto in parts_of(build_attention("triton", cache, 2, (7,), max_seqs=8, max_tokens=8), 7)
+    )
+    assert isinstance(windowed, TritonDecode)
+    assert windowed.wide is None
+    assert len(list_triton_trials(cache, 2, (0,))) == 4 + (stored == E4M3)
+    assert len(list_triton_trials(cache, 2, (0,), soft_cap=2.0)) == 4
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

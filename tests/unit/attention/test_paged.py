@@ -22,11 +22,15 @@ from toka_async.attention.kv_cache import CacheFormat, KVCache, LayerScales
 from toka_async.attention.paged import PagedAttention
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.attention.triton import TritonChunks, TritonDecode
+from toka_async.attention.wide.pages import WideLimits, WidePages
+from toka_async.kernels.prefill import PrefillConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXAMPLES = 60 if DEVICE.type == "cuda" else 2  # the interpreter is slow
 ALONE = TileLimits(shared_bytes=1 << 60)
 DIM = 16
+SCALED = CacheFormat(torch.float8_e4m3fn, (LayerScales(0.5, 2.0), LayerScales(3.0, 0.25)))
+WIDE_TILES = PrefillConfig(16, 32, num_warps=4, num_stages=1)
 
 
 class Case:
@@ -42,6 +46,7 @@ class Case:
         windows: tuple[int, ...] = (0,),
         num_sms: int = 1,
         stored: CacheFormat | None = None,
+        wide: WideLimits | None = None,
     ) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         rng = np.random.default_rng(seed)
@@ -60,6 +65,9 @@ class Case:
         self.kv_heads, self.heads, self.windows = 2, 6, windows
         self.stored = stored
         self.cache = self._make_cache(page_size)
+        self.wide: WidePages | None = None
+        if wide is not None:
+            self.wide = WidePages(self.cache.keys, self.cache.values, torch.float32, self.heads, WIDE_TILES, wide)
         for tensor in self.cache.keys + self.cache.values:
             tensor.copy_(self._normal(*tensor.shape))
         self.norm = QueryKeyNorm(self._normal(self.heads + self.kv_heads, DIM), 1e-6) if seed % 2 else None
@@ -98,10 +106,10 @@ class Case:
         return KVCache(*shape, torch.float32, DEVICE, stored=self.stored)
 
     def _decode(self) -> TritonDecode:
-        return TritonDecode(self.cache, self.heads, soft_cap=self.soft_cap)
+        return TritonDecode(self.cache, self.heads, soft_cap=self.soft_cap, wide=self.wide)
 
     def _chunks(self) -> TritonChunks:
-        return TritonChunks(self.cache, self.heads, soft_cap=self.soft_cap)
+        return TritonChunks(self.cache, self.heads, soft_cap=self.soft_cap, wide=self.wide)
 
     def _new_pages(self, num_tokens: int, page_size: int) -> list[int]:
         count = -(-num_tokens // page_size)
@@ -168,10 +176,51 @@ def test_queries_alone_read_what_another_layer_wrote() -> None:
 @pytest.mark.parametrize("contexts", [[9], [9, 700]])
 def test_a_cache_in_e4m3_equals_the_reference(windows: tuple[int, ...], contexts: list[int]) -> None:
     """With other scales in each layer; what is stored is the same."""
-    stored = CacheFormat(torch.float8_e4m3fn, (LayerScales(0.5, 2.0), LayerScales(3.0, 0.25)))
-    case = Case(1, 5, [(3, 2)], contexts, [(12, 7)], windows, 3, stored)
+    case = Case(1, 5, [(3, 2)], contexts, [(12, 7)], windows, 3, SCALED)
     case.check(case.batch)
     case.check(replace(case.batch, groups=()))
+
+
+@pytest.mark.parametrize("is_wide", [True, False])
+def test_wide_pages(is_wide: bool) -> None:
+    """The first group has too few rows; of the others, those that fit, and chunks that fit, read wide pages."""
+    limits = WideLimits(1000 if is_wide else 10, least_reads=12, least_rows=4)
+    case = Case(1, 5, [(2, 2), (4, 2), (5, 3)], [7], [(12, 7), (3, 30)], (0, 0), 3, SCALED, limits)
+    case.check(case.batch)
+    shared, chunks = decode_part(case).shared, case.backend.chunks[0]
+    assert shared is not None
+    assert (shared.num_programs, shared.num_wide) == ((1, 2) if is_wide else (2, 1))
+    assert isinstance(chunks, TritonChunks)
+    assert chunks.step is not None
+    assert (chunks.step.sources is not None) == is_wide
+    case.check(replace(case.batch, groups=case.batch.groups[1:2]))
+    shared = decode_part(case).shared
+    assert shared is not None
+    assert (shared.num_programs, shared.num_wide) == (0, 1)
+    case.check(replace(case.batch, groups=()))
+
+
+def test_a_window_over_wide_pages() -> None:
+    """Prefixes are widened where every row sees them, chunks are not."""
+    case = Case(3, 5, [(4, 2), (5, 3)], [7], [(12, 7), (3, 30)], (15, 15), 3, SCALED, WideLimits(1000, 12, 4))
+    case.check(case.batch)
+    shared, chunks = decode_part(case).shared, case.backend.chunks[15]
+    assert shared is not None
+    assert (shared.num_programs, shared.num_wide) == (0, 1)
+    assert isinstance(chunks, TritonChunks)
+    assert chunks.step is not None
+    assert chunks.step.sources is None
+
+
+def test_chunks_in_parts_over_wide_pages() -> None:
+    case = Case(3, 16, [], [], [(2000, 10)], (0, 0), 1, SCALED, WideLimits(least_reads=12))
+    chunks = case.backend.chunks[0]
+    assert isinstance(chunks, TritonChunks)
+    chunks.programs = 8
+    case.check(case.batch)
+    assert chunks.step is not None
+    assert chunks.step.sources is not None
+    assert len(chunks.step.merged) == 10
 
 
 @pytest.mark.parametrize("num_sms", [1, 8])
@@ -220,6 +269,30 @@ def test_one_plan_serves_all_replays_of_a_graph(window: int, grouped: bool) -> N
     if grouped:
         case.backend.set_groups((PrefixGroup(1, 2, 2),))
     case.check(replace(static, context_lengths=batch.context_lengths[order.cpu().numpy()]), graph=True)
+
+
+def test_graphs_of_wide_pages() -> None:
+    """Replays have groups whose prefixes are widened beside others, only the one kind or the other, and none."""
+    case = Case(3, 5, [(2, 2), (4, 2), (5, 3)], [7], [], (0, 0), 3, SCALED, WideLimits(100, 12, 4))
+    batch = case.batch
+    case.backend.plan_graph(batch, grouped=True)
+    shared = decode_part(case).shared
+    assert shared is not None
+    assert shared.num_wide >= 2
+    for groups in (batch.groups, batch.groups[1:], batch.groups[:1], (), batch.groups):
+        case.backend.set_groups(groups)
+        assert bool(shared.wide_tiles[0, 0]) == (len(groups) > 1)
+        case.check(batch, graph=True)
+
+
+def test_graphs_of_few_rows_do_without_wide_pages() -> None:
+    case = Case(3, 5, [(2, 2), (4, 2)], [7], [], (0, 0), 3, SCALED, WideLimits(100, 12, least_rows=8))
+    case.backend.plan_graph(case.batch, grouped=True)
+    case.backend.set_groups(case.batch.groups)
+    case.check(case.batch, graph=True)
+    shared = decode_part(case).shared
+    assert shared is not None
+    assert shared.num_wide == 0
 
 
 def test_smaller_graphs_share_the_groups_of_the_largest() -> None:
