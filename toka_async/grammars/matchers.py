@@ -1,9 +1,9 @@
 """Follows rows through their grammars on a rank: which tokens each may draw next.
 
-Threads advance and ask the rows' matchers without the interpreter's lock, each those of its lane (see `originals`).
-Waking a thread, and giving it the interpreter's lock, takes as long as several rows. So a step wakes each once, and all
-that is not the library's work is done before and after, for all rows at once. Knows slots and token ids; knows no
-requests and no torch.
+Threads of the library advance and ask the rows' matchers, without the interpreter's lock, mostly each those of its lane
+(see `originals`). Waking a thread, and giving it the interpreter's lock, takes as long as several rows. So a thread of
+ours wakes a team of the library's, a step wakes each once, and all that is not the library's work is done before and
+after, for all rows at once. Knows slots and token ids; knows no requests and no torch.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress, count
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -23,7 +24,9 @@ import numpy.typing as npt
 
 from toka_async.arrays import Bool, Int32, Int64
 from toka_async.grammars.originals import Originals
+from toka_async.grammars.team_rows import Failure, TeamRows, advance, fill
 from toka_async.grammars.vocabulary import WORD, GrammarVocabulary, shorten_error
+from toka_async.grammars.workers import Workers
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FEW = 4  # rows; so many take less time than it takes to wake threads
+TEAM = 2  # threads of the library that one of ours wakes: ours wait for each other at the interpreter's lock
 MOST_THREADS = 16
 
 
@@ -49,28 +53,18 @@ class GrammarRow:
     min_tokens: int
 
 
-@dataclass(slots=True, frozen=True)
-class _Run:
-    """A lane's rows that go on, as the library takes them: places and slots, int64 and int32 [r]."""
-
-    places: Int64
-    slots: Int32
-    matchers: list[LLMatcher]
-    pairs: list[tuple[LLMatcher, int]]  # with places, of rows that have a token
-
-
 @dataclass(slots=True)
 class MatchedRows:
     """Rows on their way: slots int32 [r], all different, and which of each slot's rows, int64 [r].
 
-    lanes: int64, the places of each lane's rows. runs: those of each lane that go on. new: places of those that have no
+    teams: int64, the places of each team's rows. runs: those of each team that go on. new: places of those that have no
     token. change: number of the last change of any row when they were found.
     """
 
     slots: Int32
     numbers: Int64
-    lanes: tuple[Int64, ...]
-    runs: list[_Run] = field(default_factory=list)
+    teams: tuple[Int64, ...]
+    runs: list[TeamRows] = field(default_factory=list)
     new: list[int] = field(default_factory=list)
     change: int = -1
 
@@ -84,15 +78,16 @@ class RowMatchers:
     Work is by column: Python touches an object of each row only to hand its matcher to the library.
 
     Args:
-        num_threads: in which masks are made; each has a lane.
+        num_threads: of the library, in which masks are made; each has a lane, mostly.
     """
 
     def __init__(self, vocabulary: GrammarVocabulary, max_seqs: int, num_threads: int) -> None:
         self._vocabulary = vocabulary
         self._num_threads = num_threads
-        # A lane's thread, and the library's, which does what that one asks for; both are made when they are needed.
-        self._lane_threads = [ThreadPoolExecutor(1, f"masks-{lane}") for lane in range(num_threads)]
-        self._executors: list[LLExecutor] = []
+        self._num_teams = -(-num_threads // TEAM)
+        # A team's thread, and the library's, which do what that one asks for; all are made when they are needed.
+        self._threads = Workers(self._num_teams)
+        self._executors: list[LLExecutor | None] = [None] * self._num_teams
         self._originals = Originals(vocabulary, num_threads, ThreadPoolExecutor(num_threads, "grammars"))
         self._admitted: dict[int, GrammarRow] = {}  # that have not started
         self._num_rows = 0
@@ -110,6 +105,7 @@ class RowMatchers:
         self._min_tokens: Int64 = np.zeros(max_seqs, np.int64)
         ends = np.asarray(sorted(vocabulary.end_ids), np.int64)
         self._end_ids = ends[(ends >= 0) & (ends < vocabulary.num_tokens)]
+        self._end_id = int(self._end_ids[0]) if self._end_ids.size else None
         self._is_end: Bool = np.isin(np.arange(vocabulary.num_tokens), self._end_ids)
         self.num_words = vocabulary.num_words
 
@@ -148,9 +144,10 @@ class RowMatchers:
         """Takes the slots' rows, each of which has a grammar."""
         self._start_admitted()
         lanes = self._lane[slots]
-        ends = np.cumsum(np.bincount(lanes, minlength=self._num_threads))
-        by_lane = np.split(np.argsort(lanes, kind="stable"), ends[:-1])
-        return MatchedRows(slots, self._number[slots], tuple(by_lane))
+        ends = np.cumsum(np.bincount(lanes // TEAM, minlength=self._num_teams))
+        # A team's threads begin with equal parts, which mostly are their lanes.
+        by_team = np.split(np.argsort(lanes, kind="stable"), ends[:-1])
+        return MatchedRows(slots, self._number[slots], tuple(by_team))
 
     def advance(self, rows: MatchedRows, token_ids: Int32) -> None:
         """Advances each row by a token that it drew, unless it has stopped or its slot has another one."""
@@ -160,40 +157,37 @@ class RowMatchers:
         else:
             list(self.fill_parts((), (), (rows, token_ids)))
 
-    def _find_runs(self, rows: MatchedRows) -> list[_Run]:
-        """Finds the rows that have not stopped and still have their slots, by lane. Most steps change none."""
+    def _find_runs(self, rows: MatchedRows) -> list[TeamRows]:
+        """Finds the rows that have not stopped and still have their slots, by team. Most steps change none."""
         if rows.change != self._change:
             goes_on = self._goes_on[rows.slots] & (self._number[rows.slots] == rows.numbers)
             has_token = self._num_tokens[rows.slots] > 0
             rows.new = np.flatnonzero(goes_on & ~has_token).tolist()
-            rows.runs = [self._find_run(rows.slots, places[goes_on[places]], has_token) for places in rows.lanes]
+            found = [places[goes_on[places]] for places in rows.teams]
+            rows.runs = [self._find_run(rows.slots[places], places, has_token[places]) for places in found]
             rows.change = self._change
         return rows.runs
 
-    def _find_run(self, all_slots: Int32, places: Int64, has_token: Bool) -> _Run:
-        slots = all_slots[places]
+    def _find_run(self, slots: Int32, places: Int64, has_token: Bool) -> TeamRows:
         matchers: list[LLMatcher] = self._matchers[slots].tolist()
-        asked = has_token[places].tolist()
-        pairs = [*compress(zip(matchers, places.tolist(), strict=True), asked)]
-        return _Run(places, slots, matchers, pairs)
+        pairs = [*compress(zip(matchers, places.tolist(), strict=True), has_token.tolist())]
+        return TeamRows(slots, places, matchers, pairs)
 
-    def _note_tokens(self, runs: Sequence[_Run]) -> None:
-        """Notes that rows get a token; `_note_taken` follows."""
+    def _note_tokens(self, runs: Sequence[TeamRows]) -> None:
+        """Notes that rows get a token; `_note_advanced` follows."""
         slots = np.concatenate([run.slots for run in runs])
         if (self._num_tokens[slots] == 0).any():
             self._change += 1
         self._num_tokens[slots] += 1
 
-    def _note_taken(self, runs: Sequence[_Run], token_ids: Int32, taken: Sequence[Sequence[bool]]) -> None:
-        """Notes which rows have stopped or failed. taken: of each run, whether each row's token was allowed."""
-        drawn = token_ids[np.concatenate([run.places for run in runs])]  # other rows may have drawn anything
-        if not self._is_end[drawn].any() and not any(False in each for each in taken):
-            return
-        for run, allowed in zip(runs, taken, strict=True):
-            is_taken = np.array(allowed, np.bool_)
-            self._stop(run.slots[self._is_end[token_ids[run.places]] & is_taken])
-            for slot in run.slots[~is_taken].tolist():
-                self._note_error(slot)
+    def _note_advanced(self, runs: Sequence[TeamRows], token_ids: Int32, failures: Iterable[Failure]) -> None:
+        """Notes which rows have failed at their tokens, or stopped."""
+        for failure in failures:
+            self._note_error(*failure)
+        for run in runs:
+            slots = run.slots[self._is_end[token_ids[run.places]]]  # other places may have drawn anything
+            if slots.size:
+                self._stop(slots[self._goes_on[slots]])
 
     def _advance_row(self, slot: int, number: int, token_id: int) -> None:
         if not self._goes_on[slot] or self._number[slot] != number:
@@ -202,7 +196,7 @@ class RowMatchers:
             self._change += 1
         self._num_tokens[slot] += 1
         if not self._matchers[slot].consume_token(token_id):
-            self._note_error(slot)
+            self._note_error(slot, self._matchers[slot].get_error())
         elif token_id in self._vocabulary.end_ids:
             self._stop(slot)
 
@@ -227,17 +221,16 @@ class RowMatchers:
                     place for place, slot in enumerate(rows.slots.tolist()) if not self._fill_row(slot, masks[place])
                 ]
             return
-        for rows, masks in zip(parts, self._run_lanes(parts, tables, drawn), strict=True):
+        for rows, masks in zip(parts, self._run_teams(parts, tables, drawn), strict=True):
             goes_on = self._goes_on[rows.slots]
             masks[~goes_on] = -1
             held = goes_on & (self._num_tokens[rows.slots] < self._min_tokens[rows.slots])
-            suspects = self._find_suspects(np.flatnonzero(goes_on), masks).tolist()
-            for place in {*suspects, *np.flatnonzero(held).tolist()}:
-                self._check_mask(rows.slots[place], masks[place])
+            for place in np.flatnonzero(held).tolist():
+                self._hold_ends(masks[place])
             yield np.flatnonzero(self._has_failed[rows.slots]).tolist()
 
-    def _run_lanes(self, parts: Sequence[MatchedRows], tables: Sequence[Int32], drawn: Drawn | None) -> Iterator[Int32]:
-        """Advances rows and writes masks in the threads of all lanes; yields the masks of each part when all are there.
+    def _run_teams(self, parts: Sequence[MatchedRows], tables: Sequence[Int32], drawn: Drawn | None) -> Iterator[Int32]:
+        """Advances rows and writes masks in the threads of all teams; yields the masks of each part when all are there.
 
         The masks of rows that have stopped or failed say nothing.
         """
@@ -245,52 +238,51 @@ class RowMatchers:
         token_ids = np.empty(0, np.int32) if drawn is None else drawn[1]
         if advanced:
             self._note_tokens(advanced)
-        addresses = [(masks.ctypes.data, len(masks)) for masks in tables]
-        asked = [(*table, self._find_runs(rows)) for table, rows in zip(addresses, parts, strict=True)]
-        lanes = [
-            lane
-            for lane in range(self._num_threads)
-            if (advanced and advanced[lane].matchers) or any(runs[lane].pairs for _, _, runs in asked)
+        asked = [self._find_runs(rows) for rows in parts]
+        teams = [
+            team
+            for team in range(self._num_teams)
+            if (advanced and advanced[team].matchers) or any(runs[team].pairs for runs in asked)
         ]
-        taken: list[list[bool]] = [[] for _ in advanced]
-        arrived = [count(1) for _ in parts]
+        failures: list[list[Failure]] = [[] for _ in (advanced, *parts)]  # of what advances, and of each part
+        arrived = [count(1) for _ in tables] or [count(1)]
         complete: SimpleQueue[bool] = SimpleQueue()
-        self._make_executors()
+        errors: list[BaseException] = []
 
-        def work(lane: int, tokens: list[tuple[LLMatcher, int]]) -> None:
-            executor, size = self._executors[lane], WORD // 8 * self.num_words
-            if tokens:
-                taken[lane] = executor.consume_token_par(tokens)
-            for arrive, (address, num_rows, runs) in zip(arrived, asked, strict=True):
-                if runs[lane].pairs:
-                    executor.unsafe_compute_mask_ptr(runs[lane].pairs, address, size, num_rows)
-                if next(arrive) == len(lanes):
+        def work(team: int) -> None:
+            remaining = iter(arrived)
+            try:
+                executor = self._find_executor(team)
+                if advanced:
+                    run = advanced[team]
+                    failures[0] += advance(executor, run, token_ids[run.places].tolist())
+                for masks, runs, failed in zip(tables, asked, failures[1:], strict=True):
+                    failed += fill(executor, runs[team], masks, self._end_id)
+                    if next(next(remaining)) == len(teams):
+                        complete.put(True)
+            except BaseException as error:
+                errors.append(error)
+            for arrive in remaining:
+                if next(arrive) == len(teams):
                     complete.put(True)
 
-        def note_failure(done: Future[None]) -> None:
-            if done.exception() is not None:
-                complete.put(False)
-
-        working = []
-        for lane in lanes:
-            tokens: list[tuple[LLMatcher, int]] = []
-            if advanced:
-                run = advanced[lane]
-                tokens = [*zip(run.matchers, token_ids[run.places].tolist(), strict=True)]
-            working.append(self._lane_threads[lane].submit(work, lane, tokens))
-            working[-1].add_done_callback(note_failure)
+        for team in teams:
+            self._threads.submit(team, partial(work, team))
         for rows, masks in zip(parts, tables, strict=True):
             self._fill_new(rows, masks)
-        for number, masks in enumerate(tables):
-            if lanes and not complete.get():
-                break
+        for number in range(len(arrived)):
+            if teams:
+                complete.get()
+            if errors:
+                for _ in arrived[number + 1 :]:  # nobody writes to the tables any more after that
+                    complete.get()
+                raise errors[0]
             if advanced and not number:
-                self._note_taken(advanced, token_ids, taken)
-            yield masks
-        for done in working:
-            done.result()
-        if advanced and not parts:
-            self._note_taken(advanced, token_ids, taken)
+                self._note_advanced(advanced, token_ids, failures[0])
+            if tables:
+                for failure in failures[1 + number]:
+                    self._note_error(*failure)
+                yield tables[number]
 
     def _fill_new(self, rows: MatchedRows, masks: Int32) -> None:
         """Writes the masks of rows without a token, which each grammar has once."""
@@ -302,31 +294,17 @@ class RowMatchers:
 
     def _fill_row(self, slot: int, mask: Int32) -> bool:
         """Returns whether the row has not failed."""
-        if not self._goes_on[slot]:
-            mask.fill(-1)
-        elif self._num_tokens[slot]:
+        if self._goes_on[slot] and self._num_tokens[slot]:
             self._matchers[slot].unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            self._check_mask(slot, mask)
-        else:
+            if self._matchers[slot].is_error():
+                self._note_error(slot, self._matchers[slot].get_error())
+        elif self._goes_on[slot]:
             mask[:] = self._first_mask[slot]
-            self._check_mask(slot, mask)
-        return not self._has_failed[slot]
-
-    def _check_mask(self, slot: int, mask: Int32) -> None:
-        """Notes whether a row has failed, of which its mask says nothing, and holds its ends back as it wants."""
-        if self._matchers[slot].is_error():
-            self._note_error(slot)
+        if not self._goes_on[slot]:
             mask.fill(-1)
         elif self._num_tokens[slot] < self._min_tokens[slot]:
             self._hold_ends(mask)
-
-    def _find_suspects(self, places: Int64, masks: Int32) -> Int64:
-        """Finds rows that may have failed: the library allows these the ends."""
-        if not self._end_ids.size:
-            return places
-        word, bit = divmod(int(self._end_ids[0]), WORD)
-        suspects: Int64 = places[(masks[places, word] >> bit) & 1 == 1]
-        return suspects
+        return not self._has_failed[slot]
 
     def _hold_ends(self, mask: Int32) -> None:
         """Forbids end tokens, unless nothing else is allowed: a complete output cannot go on."""
@@ -336,11 +314,12 @@ class RowMatchers:
         if held.any():
             mask[:] = held
 
-    def _make_executors(self) -> None:
-        if not self._executors:
+    def _find_executor(self, team: int) -> LLExecutor:
+        if (executor := self._executors[team]) is None:
             from llguidance import LLExecutor
 
-            self._executors = [LLExecutor(1) for _ in range(self._num_threads)]
+            executor = self._executors[team] = LLExecutor(min(TEAM, self._num_threads - TEAM * team))
+        return executor
 
     def _start_admitted(self) -> None:
         if not self._admitted:
@@ -352,7 +331,7 @@ class RowMatchers:
             if row.generated.size:  # before a preemption; one by one, as a row that fails may spoil its original
                 self._start([row])
                 if self._goes_on[row.slot] and not self._matchers[row.slot].consume_tokens(row.generated.tolist()):
-                    self._note_error(row.slot)
+                    self._note_error(row.slot, self._matchers[row.slot].get_error())
         self._admitted.clear()
         self._change += 1
 
@@ -375,23 +354,31 @@ class RowMatchers:
         self._goes_on[slots] = [not failed for failed in fails]
 
     def _copy(self, lanes: Sequence[int], originals: Sequence[LLMatcher | None]) -> list[LLMatcher | None]:
-        """Copies originals, many in the threads of their lanes.
+        """Copies originals, many in the threads of their teams.
 
-        A matcher grows with every token. Where one thread made them all, its allocator's lock would be all lanes' lock.
+        A matcher grows with every token. Where one thread made them all, its allocator's lock would be all teams' lock.
         """
         if len(lanes) <= FEW:
             return _copy_all(originals)
         own: defaultdict[int, list[int]] = defaultdict(list)
         for place, lane in enumerate(lanes):
-            own[lane].append(place)
-        copied = {
-            lane: self._lane_threads[lane].submit(_copy_all, [originals[place] for place in places])
-            for lane, places in own.items()
-        }
+            own[lane // TEAM].append(place)
         matchers: list[LLMatcher | None] = [None] * len(lanes)
-        for lane, places in own.items():
-            for place, matcher in zip(places, copied[lane].result(), strict=True):
-                matchers[place] = matcher
+        copied: SimpleQueue[BaseException | None] = SimpleQueue()
+
+        def work(places: list[int]) -> None:
+            try:
+                for place, matcher in zip(places, _copy_all([originals[place] for place in places]), strict=True):
+                    matchers[place] = matcher
+                copied.put(None)
+            except BaseException as error:
+                copied.put(error)
+
+        for team, places in own.items():
+            self._threads.submit(team, partial(work, places))
+        for error in [copied.get() for _ in own]:
+            if error is not None:
+                raise error
         return matchers
 
     def _stop(self, slots: Int32 | int) -> None:
@@ -399,8 +386,11 @@ class RowMatchers:
         self._matchers[slots] = None
         self._change += 1
 
-    def _note_error(self, slot: int) -> None:
-        error = shorten_error(self._matchers[slot].get_error()) or "it does not go on"
+    def _note_error(self, slot: int, words: str) -> None:
+        """Ends a row, unless it has ended. words: of the library; empty: it does not say why."""
+        if not self._goes_on[slot]:
+            return
+        error = shorten_error(words) or "it does not go on"
         self._has_failed[slot], self._goes_on[slot], self._matchers[slot] = True, False, None
         self._change += 1
         logger.warning("a grammar failed after %d tokens: %s", self._num_tokens[slot], error)

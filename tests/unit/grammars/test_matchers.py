@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from threading import Lock
 from typing import Any
 
 import jsonschema
@@ -22,6 +21,7 @@ from tests.cases.grammars import (
 from toka_async.grammars import matchers as module
 from toka_async.grammars import originals
 from toka_async.grammars.matchers import GrammarRow, RowMatchers, count_mask_threads
+from toka_async.grammars.team_rows import fill
 from toka_async.grammars.vocabulary import WORD
 
 
@@ -185,9 +185,29 @@ def test_parts_are_filled_in_turn_once_rows_have_advanced(matchers: RowMatchers)
 def test_an_error_of_a_thread_is_raised(matchers: RowMatchers, monkeypatch: pytest.MonkeyPatch) -> None:
     slots = start_rows(matchers, ['start: "ab"'] * 20, generated=encode("a"))
     list_allowed(matchers, slots)
-    monkeypatch.setattr(matchers, "_executors", [None] * 2)
+    monkeypatch.setattr(matchers, "_executors", [object()] * 2)
     with pytest.raises(AttributeError):
         list_allowed(matchers, slots)
+
+
+def test_an_error_at_a_later_part_is_raised_when_all_threads_are_done(
+    matchers: RowMatchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = start_rows(matchers, ['start: "ab"'] * 20, generated=encode("a"))
+    tables = [np.zeros((10, matchers.num_words), np.int32) for _ in range(2)]
+    parts = [matchers.take(slots[:10]), matchers.take(slots[10:])]
+
+    def fail_once(executor: Any, run: Any, masks: Any, end_id: Any) -> Any:
+        if masks is tables[1] and not failed:
+            failed.append(True)
+            raise OSError("of the library")
+        return fill(executor, run, masks, end_id)
+
+    failed: list[bool] = []
+    monkeypatch.setattr(module, "fill", fail_once)
+    with pytest.raises(OSError, match="of the library"):
+        list(matchers.fill_parts(parts, tables))
+    assert list(matchers.fill_parts(parts, tables)) == [[], []]
 
 
 def test_rows_without_a_token_share_their_grammars_first_mask(
@@ -195,7 +215,7 @@ def test_rows_without_a_token_share_their_grammars_first_mask(
 ) -> None:
     grammars = ['start: "a"', 'start: "b" | "c"'] * 10
     slots = start_rows(matchers, grammars)
-    monkeypatch.setattr(matchers, "_executors", [None] * 2)  # nobody is asked
+    monkeypatch.setattr(matchers, "_executors", [object()] * 2)  # nobody is asked
     a, *b_or_c = (encode(text)[0] for text in "abc")
     assert list_allowed(matchers, slots) == [[a], sorted(b_or_c)] * 10
     assert list_allowed(matchers, slots[:2]) == [[a], sorted(b_or_c)], "nor are few rows computed otherwise"
@@ -213,35 +233,17 @@ def test_rows_keep_what_their_grammar_begins_with_when_it_is_forgotten(
     assert np.unpackbits(masks.view(np.uint8)).sum() == 1
 
 
-def test_no_two_threads_work_at_copies_of_one_original(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads would wait for each other at the lexer that such rows share."""
+def test_no_two_teams_work_at_copies_of_one_original(compiled: list[str]) -> None:
+    """They would wait for each other at the lexer that such rows share. A team's lanes come one after the other."""
     matchers = RowMatchers(make_vocabulary(), 64, 4)
     slots = start_rows(matchers, ['start: "ab"', 'start: "ac"'] * 20, generated=encode("a"))
-    list_allowed(matchers, slots)
+    rows = matchers.take(slots)
     assert Counter(compiled) == {'start: "ab"': 3, 'start: "ac"': 3}
-    working: Counter[int] = Counter()
-    most: Counter[int] = Counter()
-    guard = Lock()
-    executor = type(matchers._executors[0])
-
-    class Watched:
-        """An executor that notes how many threads are at one lane's rows."""
-
-        def __init__(self, lane: int) -> None:
-            self._lane, self._inner = lane, executor(1)
-
-        def unsafe_compute_mask_ptr(self, pairs: Any, *args: int) -> None:
-            with guard:
-                working[self._lane] += 1
-                most[self._lane] = max(most[self._lane], working[self._lane])
-            self._inner.unsafe_compute_mask_ptr(pairs, *args)
-            with guard:
-                working[self._lane] -= 1
-
-    monkeypatch.setattr(matchers, "_executors", [Watched(lane) for lane in range(4)])
-    for _ in range(20):
-        list_allowed(matchers, slots)
-    assert most == {0: 1, 1: 1, 2: 1, 3: 1}
+    assert sorted(np.concatenate(rows.teams).tolist()) == slots.tolist()
+    for team, places in enumerate(rows.teams):
+        lanes = matchers._lane[slots[places]].tolist()
+        assert set(lanes) <= {2 * team, 2 * team + 1}
+        assert lanes == sorted(lanes)
 
 
 def test_threads_leave_cores_to_ranks() -> None:
