@@ -32,6 +32,7 @@ GROUPED_TILES = (
     GroupedTile(16, 64, 128, num_stages=4, num_warps=4),
     GroupedTile(32, 128, 64, num_stages=4, num_warps=4),
     GroupedTile(128, 128, 64, num_stages=3, num_warps=8),
+    GroupedTile(128, 256, 64, num_stages=4, num_warps=8),
 )
 SCALED_GROUPED_TILES = (
     *(tile for _, tile in SCALED_TILES),
