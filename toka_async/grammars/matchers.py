@@ -78,7 +78,7 @@ class RowMatchers:
     Work is by column: Python touches an object of each row only to hand its matcher to the library.
 
     Args:
-        num_threads: of the library, in which masks are made; each has a lane, mostly.
+        num_threads: of the library, in which masks are made; there are as many lanes.
     """
 
     def __init__(self, vocabulary: GrammarVocabulary, max_seqs: int, num_threads: int) -> None:

@@ -1,6 +1,7 @@
 """What a team of threads does with its rows: advances matchers, and asks them for masks.
 
-Only who works with a matcher asks it for errors, since the library takes one at a time. Knows no other rows.
+Only the team that works with a matcher asks it for errors: the library lets one thread at a time use it. Knows no other
+rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Threads that wait for what is theirs to do, and begin with it sooner than those of a pool.
+"""Threads that have a queue each.
 
-A pool makes a future, a lock and a callback for each task. That is work under the interpreter's lock, which all threads
-wait for: with 14 threads it took longer than what most of them had to do.
+A pool would make a future and a lock for each task. That is work under the interpreter's lock, for which all threads
+wait.
 """
 
 from __future__ import annotations

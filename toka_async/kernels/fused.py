@@ -111,7 +111,7 @@ class FusedOps:
         return output
 
     def apply_gates(self, x: Tensor, gates: Tensor) -> Tensor:
-        """Does it in place. A token's gates are contiguous. Their sigmoid is rounded to the dtype, as torch does it."""
+        """Multiplies in place. A token's gates are contiguous. Their sigmoid is rounded to the dtype, as torch does."""
         num_tokens, width = x.shape
         assert x.is_contiguous()
         assert gates.shape in {(num_tokens, width), (num_tokens, 1)}

@@ -68,7 +68,7 @@ def list_hopper_configs(
         config = PrefillConfig(256, 64, 4, num_stages=3, registers=registers, widening=widening)
     else:
         if is_e4m3:
-            return []  # registers would be missing where products run; pages are widened before (`attention.wide`)
+            return []  # pages that many queries read are widened before (`attention.wide`)
         config = PrefillConfig(128, 128, 4, num_stages=2, registers=232)
     fits = group_size <= config.block_queries and prefill_hopper.can_copy(page_size, config.block_keys)
     return [config] if fits else []
