@@ -9,7 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE, TESTS = ROOT / "toka_async", ROOT / "tests"
 
-OF_THE_REPOSITORY = {"demo_model", "documentation", "layers", "mirror", "ray/promises"}  # and not of a module
+# These are of the repository, and not of a module.
+OF_THE_REPOSITORY = {"demo_model", "documentation", "layers", "mirror", "ray/promises"}
 # Modules that are tested as parts of others, or that only whole processes show; by the test that covers them.
 COVERED = {
     "e2e/test_batches.py": ["procs/batch"],
