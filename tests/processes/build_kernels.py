@@ -35,7 +35,7 @@ from toka_async.kernels.built import explain_unbuilt
 from toka_async.kernels.delta import chunks, convolution, step
 from toka_async.kernels.delta.layer import DeltaShape, DeltaWeights
 from toka_async.kernels.experts import few_tokens, routing
-from toka_async.kernels.experts.grouped import GroupedProducts
+from toka_async.kernels.experts.grouped import BLOCK, GroupedProducts
 from toka_async.kernels.experts.mixture import ExpertKernels, ExpertPlan
 from toka_async.kernels.experts.weights import ExpertWeights
 from toka_async.kernels.fp8.quantize import FP8, quantize, quantize_gate, quantize_norm
@@ -149,7 +149,7 @@ def build_experts(
     )
     tiles = GROUPED_TILES
     if by_block is not None:
-        tiles = SCALED_GROUPED_TILES[:-1] if by_block else SCALED_GROUPED_TILES
+        tiles = tuple(tile for tile in SCALED_GROUPED_TILES if not by_block or tile.width <= BLOCK)
         shapes = [experts.gate_up.shape, experts.down.shape]
         scales = [torch.zeros(e, n // 128, k // 128) if by_block else torch.zeros(e, n) for e, n, k in shapes]
         values = [torch.empty(shape, dtype=torch.float8_e4m3fn) for shape in shapes]

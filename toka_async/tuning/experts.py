@@ -32,11 +32,12 @@ GROUPED_TILES = (
     GroupedTile(16, 64, 128, num_stages=4, num_warps=4),
     GroupedTile(32, 128, 64, num_stages=4, num_warps=4),
     GroupedTile(128, 128, 64, num_stages=3, num_warps=8),
-    GroupedTile(128, 256, 64, num_stages=4, num_warps=8),
+    GroupedTile(128, 256, 64, num_stages=3, num_warps=8, joined=True),
+    GroupedTile(128, 256, 64, num_stages=4, num_warps=8, joined=True),
 )
 SCALED_GROUPED_TILES = (
     *(tile for _, tile in SCALED_TILES),
-    GroupedTile(128, 256, BLOCK, num_stages=3, num_warps=8),  # wider than a block of scales
+    GroupedTile(128, 256, BLOCK, num_stages=3, num_warps=8, joined=True),  # wider than a block of scales
 )
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _NEAR = 4  # an expert's average rows and a tile's, at most so many times each other
@@ -140,7 +141,9 @@ class ExpertPlanChoice:
     def _list_tiles(self) -> Sequence[GroupedTile]:
         if self._experts[0].down_scales is None:
             return GROUPED_TILES
-        return SCALED_GROUPED_TILES[:-1] if self._by_block else SCALED_GROUPED_TILES
+        if self._by_block:
+            return [tile for tile in SCALED_GROUPED_TILES if tile.width <= BLOCK]
+        return SCALED_GROUPED_TILES
 
     def _compute(self, plan: ExpertPlan, routes: Routes, x: Tensor, experts: ExpertWeights, output: Tensor) -> None:
         self._kernels.compute(plan, x, routes, experts, output, adds=True)

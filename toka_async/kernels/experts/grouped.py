@@ -29,7 +29,8 @@ BLOCK: Final = 128  # values of a group that share a scale: a tile's depth, and 
 class GroupedTile:
     """The part of the output that one program computes: rows of one expert x matrix rows, `depth` inputs at a time.
 
-    width: matrix rows; of gated products, half of them are a gate's, half its up rows.
+    width: matrix rows; of gated products, half of them are a gate's, half its up rows. joined: a program's tiles are
+    one loop, so that the inputs of the next tile come while one ends; it pays where a tile fills a multiprocessor.
     """
 
     rows: int
@@ -37,6 +38,7 @@ class GroupedTile:
     depth: int
     num_stages: int
     num_warps: int
+    joined: bool = False
 
 
 @dataclass(slots=True, frozen=True)
@@ -120,6 +122,7 @@ class GroupedProducts:
             depth=tile.depth,
             block=round_to_power(num_experts),
             stages=tile.num_stages,
+            joined=tile.joined,
             num_warps=tile.num_warps,
         )
         if use not in self._resident and weight.is_cuda:
@@ -156,6 +159,7 @@ def _multiply(
     depth: tl.constexpr,
     block: tl.constexpr,
     stages: tl.constexpr,
+    joined: tl.constexpr,
 ):
     """One program: every so-manieth tile. Tiles of the same rows are next to each other."""
     is_gated: tl.constexpr = finish != "store"
@@ -169,7 +173,8 @@ def _multiply(
     tile_ends = tl.cumsum(tiles, 0)
     inputs = tl.arange(0, depth)
     width = tl.arange(0, matrices * columns)
-    for number in tl.range(tl.program_id(0), tl.sum(tiles, 0) * column_tiles, tl.num_programs(0)):
+    num_tiles = tl.sum(tiles, 0) * column_tiles
+    for number in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=joined):
         tile = number // column_tiles
         first_column = number % column_tiles * columns
         own = tl.sum((tile_ends <= tile).to(tl.int32), 0)
