@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -87,7 +87,7 @@ class PreparedRequest:
     """A checked request that can be submitted.
 
     prompts: token ids [p] each. budgets: tokens that may be generated after each. cost: what it counts while it is
-    held. vocab_size: the model's.
+    held. vocab_size: the model's. names: by which it can be aborted, see `EngineControl.named`.
     """
 
     generation: GenerationParams
@@ -95,6 +95,7 @@ class PreparedRequest:
     budgets: list[int]
     cost: Cost
     vocab_size: int
+    names: Mapping[str, int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +229,11 @@ class Service:
         param: str,
         limits: RequestLimits,
         num_echoed: int = 0,
+        names: Mapping[str, int | None] | None = None,
     ) -> PreparedRequest:
         """A request of these prompts. `param` names their field in errors. num_echoed: characters of an echo.
+
+        names: by which it can be aborted; None: its client's id, if it gave one.
 
         Raises:
             ApiError: 400, a prompt and its completion do not fit, the answer could be too large, or the grammar is
@@ -248,7 +252,9 @@ class Service:
         num_prompt, max_new = sum(map(len, prompts)), generation.n * sum(budgets)
         check_answer_size(generation, num_prompt, max_new, num_echoed, self.config.max_answer_mb)
         cost = Cost(len(prompts), generation.num_prompt_copies * num_prompt + max_new, generation.n * len(prompts))
-        return PreparedRequest(generation, prompts, budgets, cost, limits.vocab_size)
+        if names is None:
+            names = {generation.request_id: None} if generation.request_id else {}
+        return PreparedRequest(generation, prompts, budgets, cost, limits.vocab_size, names)
 
     def check_text(self, text: str, param: str, limits: RequestLimits) -> None:
         """Raises ApiError (400) for one that cannot fit, or that would take minutes and gigabytes to tokenize."""
@@ -342,8 +348,7 @@ class Service:
             group = RequestGroup(len(prompts), generation.n, generation.stream)
             tokenizer = self.marking_tokenizer if generation.is_parsed else self.tokenizer
             watched = nullcontext() if stops is None else self._stop_sets.watched(group, options, tokenizer)
-            names: dict[str, int | None] = {generation.request_id: None} if generation.request_id else {}
-            with noted(prompts, group), watched, self.engine.control.named(names, group):
+            with noted(prompts, group), watched, self.engine.control.named(request.names, group):
                 async with self.engine.running(requests, group, account.timeout, waited):
                     await self.grammars.check(generation, request.vocab_size)
                     self.log_prompts(account, prompts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from time import monotonic
@@ -49,17 +49,12 @@ async def generate(request: web.Request) -> web.StreamResponse:
     )
     answers = [shape(part.wish, [names[place] for place in part.places]) for part, _ in parts]
     places = [place for part, _ in parts for place in part.places]
-    of_all: dict[str, int | None] = {wire.rid: None} if isinstance(wire.rid, str) else {}
     del wire  # while the requests run, nobody needs what their body was parsed to
     async with running_all(service, [prepared for _, prepared in parts], account_of(request)) as runs:
-        with ExitStack() as named:
-            for run, answer in zip(runs, answers, strict=True):
-                keys = {name: key for key, name in enumerate(answer.names)}
-                named.enter_context(service.engine.control.named(keys | of_all, run.group))
-            if len(runs) == 1:
-                return await respond(request, runs[0], answers[0])
-            give_back_room(request)
-            outputs = [await service.outputs(run) for run in runs]
+        if len(runs) == 1:
+            return await respond(request, runs[0], answers[0])
+        give_back_room(request)
+        outputs = [await service.outputs(run) for run in runs]
         encode = partial(encode_parts, runs, answers, outputs)
         body = await service.in_thread(encode, places, is_long=True)
         return web.Response(body=body, content_type="application/json")
@@ -79,6 +74,7 @@ async def prepare_parts(service: Service, wire: SglangRequest) -> tuple[list[Pre
         raise bad_request("prompts of a stream must all want the same: give no lists of fields", param="stream")
     check_counts(len(given), parts[0].wish.sampling.n, service.config, param)
     names = name_prompts(wire.rid, len(given), is_one=is_single(wire))
+    of_all: dict[str, int | None] = {wire.rid: None} if isinstance(wire.rid, str) else {}
     prepared, num_bytes = [], 0
     for part in parts:
         generation = sglang_generation(wire, part.wish, service.limits_of(ready), service.defaults)
@@ -87,7 +83,8 @@ async def prepare_parts(service: Service, wire: SglangRequest) -> tuple[list[Pre
         prompts = await service.encode(chosen, True, param, generation, limits)
         if min(map(len, prompts)) < part.wish.start:
             raise bad_request("'logprob_start_len' is above the prompt's length", param="logprob_start_len")
-        made = await service.prepare(generation, prompts, param, limits)
+        keys = {names[place]: key for key, place in enumerate(part.places)}
+        made = await service.prepare(generation, prompts, param, limits, names=keys | of_all)
         num_bytes += answer_bytes(generation, sum(map(len, prompts)), generation.n * sum(made.budgets), 0)
         prepared.append((part, made))
     check_bytes(num_bytes, service.config.max_answer_mb)

@@ -49,8 +49,7 @@ async def generate_tokens(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     prepared, answer = await prepare_tokens(service, await read_request(request, TokensRequest))
     async with service.running(prepared, account_of(request)) as run:
-        with service.engine.control.named({answer.request_id: None}, run.group):
-            return await respond(request, run, answer)
+        return await respond(request, run, answer)
 
 
 async def prepare_tokens(service: Service, wire: TokensRequest) -> tuple[PreparedRequest, TokensAnswer]:
@@ -67,8 +66,8 @@ async def prepare_tokens(service: Service, wire: TokensRequest) -> tuple[Prepare
     parse = partial(parse_token_ids, param=PARAM)
     ids = await service.in_thread(parse, wire.token_ids, is_long=len(wire.token_ids) > SLICE)
     prompts = await service.encode([ids], False, PARAM, generation, limits)
-    prepared = await service.prepare(generation, prompts, PARAM, limits)
     request_id, created = wire.request_id or secrets.token_hex(16), new_header("", service.name).created
+    prepared = await service.prepare(generation, prompts, PARAM, limits, names={request_id: None})
     return prepared, TokensAnswer(service, request_id, wire.output_mode, wire.return_token_ids, created)
 
 

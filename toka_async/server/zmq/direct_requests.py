@@ -44,14 +44,13 @@ async def run_request(
         ApiError, NotServingError, OverloadedError, RequestFailedError, EngineStoppedError: it ends otherwise.
     """
     generation = replace(plan.generation, seed=seed)
-    prepared = await service.prepare(generation, [prompt], "prompt", service.limits(generation.n))
+    prepared = await service.prepare(generation, [prompt], "prompt", service.limits(generation.n), names={name: None})
     async with service.running(prepared, account) as run:
-        with service.engine.control.named({name: None}, run.group):
-            answer = DirectAnswer(service, plan, key, run, add)
-            if generation.stream:
-                await answer.stream()
-            else:
-                await answer.whole()
+        answer = DirectAnswer(service, plan, key, run, add)
+        if generation.stream:
+            await answer.stream()
+        else:
+            await answer.whole()
 
 
 class DirectAnswer:

@@ -10,6 +10,7 @@ from tests.drivers.until import until
 from tests.drivers.web_server import WebServer, web_server
 from tests.fakes.scheduler import FakeScheduler
 from toka_async.control import Pause, ResetPrefixCache, Resume
+from toka_async.server.generate.grammar_checks import GrammarChecks
 
 TOKENS = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 400, "logprobs": 0}}
 
@@ -56,6 +57,31 @@ async def test_aborted_requests_have_the_tokens_so_far() -> None:
         server.scheduler.held = False
         assert (await server.ok("/abort_requests", {}))["aborted"] == 1
         assert (await other)["choices"][0]["finish_reason"] == "abort"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/inference/v1/generate", TOKENS | {"request_id": "mine"}),
+        ("/generate", {"input_ids": [5, 6], "rid": "mine"}),
+        ("/v1/completions", {"prompt": [5, 6], "request_id": "mine"}),
+    ],
+)
+async def test_a_request_is_aborted_by_name_while_its_grammar_is_checked(
+    server: WebServer, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    checked = asyncio.Event()
+
+    async def wait(*_: object) -> None:
+        await checked.wait()
+
+    monkeypatch.setattr(GrammarChecks, "check", wait)
+    await server.ok("/pause?mode=keep", {})
+    asked = asyncio.create_task(server.ok(path, body))
+    await until(lambda: server.scheduler.submits)
+    assert await server.ok("/abort_requests", {"request_ids": ["mine"]}) == {"status": "aborted", "aborted": 1}
+    checked.set()
+    assert "abort" in str(await asked)
 
 
 async def test_a_request_that_has_not_begun_is_aborted_without_tokens(server: WebServer) -> None:
