@@ -87,6 +87,7 @@ def create_app(
     async def text_threads(_app: web.Application) -> AsyncIterator[None]:
         yield
         service.executor.shutdown(wait=False, cancel_futures=True)
+        service.grammars.close()
 
     async def status_line(_app: web.Application) -> AsyncIterator[None]:
         status = StatusLine(engine, config.log.stats_interval)

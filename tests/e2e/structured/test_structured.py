@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,21 @@ def complete(server: Serving, **fields: Any) -> list[str]:
 def check_orders(texts: list[str]) -> None:
     for text in texts:
         jsonschema.validate(json.loads(text), ORDER)
+
+
+def test_a_grammar_without_measure_is_refused_and_others_do_not_wait(server: Serving) -> None:
+    """Compiling it in a rank would take all of the machine's memory, and nobody could stop it."""
+    patterns = [{"pattern": f"(a|b)*a(a|b){{{length}}}"} for length in range(8, 30)]
+    fields = {"prompt": "x", "structured_outputs": {"json": {"type": "string", "allOf": patterns}}}
+    with ThreadPoolExecutor() as threads:
+        asked = threads.submit(server.post, "/v1/completions", **fields)
+        while not asked.done():
+            began = time.monotonic()
+            ask(server, "/v1/completions", {"prompt": "x", "max_tokens": 1})
+            assert time.monotonic() - began < 3
+    status, answer = asked.result()
+    assert (status, answer["error"]["param"]) == (400, "structured_outputs")
+    assert "more than 1 s of a processor" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("num_prompts", [5, pytest.param(125, marks=pytest.mark.slow)])

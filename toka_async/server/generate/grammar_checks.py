@@ -1,7 +1,8 @@
 """Compiles grammars as ranks will, and remembers which ones are good.
 
 A rank compiles a new grammar itself, and needs as long. So a request goes to the engine while its grammar is checked,
-and is cancelled if that is no good. Nobody hears of it before.
+and is cancelled if that is no good. Nobody hears of it before. A grammar that may be costly is checked under limits,
+before the engine has it: a rank could not stop compiling.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import blake2b
 
+from toka_async.grammars.cost import is_costly
 from toka_async.grammars.lark import GrammarError
+from toka_async.grammars.limited import LimitedChecks
 from toka_async.grammars.vocabulary import GrammarVocabulary, is_installed
 from toka_async.openai.errors import bad_request
 from toka_async.openai.generation import GenerationParams
@@ -30,15 +33,24 @@ class GrammarChecks:
         self._tokenizer = tokenizer
         self._end_ids = end_ids
         self._vocabulary: GrammarVocabulary | None = None
+        self._limited: LimitedChecks | None = None
         self._executor: ThreadPoolExecutor | None = None
+        self._costly_executor: ThreadPoolExecutor | None = None
         self._known: OrderedDict[bytes, str] = OrderedDict()  # by digest: what is wrong; empty: nothing is
         self._under_way: dict[bytes, asyncio.Future[str]] = {}
 
     def start(self, vocab_size: int) -> None:
         """Makes the tokens for grammars in a thread, so that no request waits for them."""
         if self._vocabulary is None and is_installed():
-            self._vocabulary = GrammarVocabulary(self._tokenizer.backend.to_str, vocab_size, self._end_ids)
+            tokens = self._tokenizer.backend.to_str, vocab_size, self._end_ids
+            self._vocabulary, self._limited = GrammarVocabulary(*tokens), LimitedChecks(*tokens)
             self._executor = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="grammars")
+            self._costly_executor = ThreadPoolExecutor(1, thread_name_prefix="costly-grammars")
+
+    def close(self) -> None:
+        """Checks no more costly grammars."""
+        if self._limited is not None:
+            self._limited.close()
 
     def knows(self, grammar: str) -> bool:
         """Tells whether a grammar needs no check: it was good, or there is none."""
@@ -50,6 +62,11 @@ class GrammarChecks:
         if key in self._known:
             self._known.move_to_end(key)
             raise_error(generation, self._known[key])
+
+    async def check_costly(self, generation: GenerationParams, vocab_size: int) -> None:
+        """Does as `check` for a grammar that may take much to compile."""
+        if not self.knows(generation.sampling.grammar) and is_costly(generation.sampling.grammar):
+            await self.check(generation, vocab_size)
 
     async def check(self, generation: GenerationParams, vocab_size: int) -> None:
         """Raises ApiError (400) for a request whose grammar cannot be used; names the field and why."""
@@ -63,7 +80,10 @@ class GrammarChecks:
         key = digest(grammar)
         if key not in self._under_way:
             self.start(vocab_size)
-            found = asyncio.get_running_loop().run_in_executor(self._executor, self._find_error, grammar)
+            work = (
+                (self._costly_executor, self._find_excess) if is_costly(grammar) else (self._executor, self._find_error)
+            )
+            found = asyncio.get_running_loop().run_in_executor(*work, grammar)
             self._under_way[key] = found
             found.add_done_callback(partial(self._note, key))
         return self._under_way[key]
@@ -82,6 +102,10 @@ class GrammarChecks:
         except GrammarError as error:
             return str(error)
         return ""
+
+    def _find_excess(self, grammar: str) -> str:
+        assert self._limited is not None
+        return self._limited.find_error(grammar)
 
 
 def digest(grammar: str) -> bytes:

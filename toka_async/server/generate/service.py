@@ -340,6 +340,7 @@ class Service:
             NotServingError, OverloadedError: nothing was submitted.
         """
         generation, prompts, options = request.generation, request.prompts, text_options(request.generation)
+        await self.grammars.check_costly(generation, request.vocab_size)
         stops = None if generation.stream else options.stops
         stop_set = nullcontext(-1) if stops is None else self._stop_sets.use(stops, request.vocab_size)
         async with stop_set as stop_id:

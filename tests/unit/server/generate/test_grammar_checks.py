@@ -94,3 +94,22 @@ async def test_old_checks_are_forgotten(
     for text in "abcbca":
         await checks.check(ask(regex=text), NUM_TOKENS)
     assert compiled == [ask(regex=text).sampling.grammar for text in "abca"]
+
+
+async def test_a_costly_grammar_is_compiled_under_limits_alone(checks: GrammarChecks, compiled: list[str]) -> None:
+    cheap, costly = ask(regex="a+"), ask(guided_json={"type": "integer", "multipleOf": 1021})
+    await checks.check_costly(cheap, NUM_TOKENS)
+    assert not checks.knows(cheap.sampling.grammar)
+    await checks.check_costly(costly, NUM_TOKENS)
+    assert checks.knows(costly.sampling.grammar)
+    await checks.check(costly, NUM_TOKENS)
+    assert compiled == []
+    checks.close()
+
+
+async def test_a_costly_grammar_that_is_no_good_is_refused_with_its_field(checks: GrammarChecks) -> None:
+    costly = ask(guided_json={"type": "integer", "multipleOf": 1021, "uniqueItems": 5})
+    with pytest.raises(ApiError) as caught:
+        await checks.check_costly(costly, NUM_TOKENS)
+    assert (caught.value.status, caught.value.param) == (400, "guided_json")
+    checks.close()
