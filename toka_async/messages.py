@@ -28,6 +28,11 @@ class Reason(IntEnum):
     ABORT = 4  # it was aborted; what it has of tokens is valid
     ERROR = 5  # its grammar failed; what it has of tokens is valid
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the model had not ended its output: more might have come."""
+        return self in (Reason.LENGTH, Reason.ABORT, Reason.ERROR)
+
 
 class LogprobKind(IntEnum):
     """The distribution that log-probs of generated tokens are of."""

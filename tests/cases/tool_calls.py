@@ -109,6 +109,7 @@ def parse(
     cuts: Sequence[int] = (),
     prompt: str = "",
     most_calls: int | None = None,
+    is_cut: bool = False,
 ) -> Parsed:
     """What the parser makes of a text that comes in pieces."""
     parser = format.start(tools, most_calls, True, format.template.cut_prompt(prompt))
@@ -116,7 +117,7 @@ def parse(
     whole = Parsed()
     for start, end in pairwise(places):
         add(whole, parser.push(text[start:end]))
-    return add(whole, parser.push("", is_end=True))
+    return add(whole, parser.push("", is_end=True, is_cut=is_cut))
 
 
 def add(whole: Parsed, part: Parsed) -> Parsed:

@@ -237,7 +237,9 @@ class ChatAnswer:
         assert finish is not None
         message = ChatMessage(content=output.text)
         if self.reading is not None:
-            parsed = self.reading.start(index // run.generation.n).push(output.text, is_end=True)
+            parsed = self.reading.start(index // run.generation.n).push(
+                output.text, is_end=True, is_cut=output.reason.is_cut
+            )
             message = self.message(parsed)
             finish = "tool_calls" if parsed.calls and finish == "stop" else finish
         return ChatChoice(
@@ -298,7 +300,7 @@ class ChatAnswer:
             parser = self.parsers.get(sample)
             if parser is None:
                 parser = self.parsers[sample] = self.reading.start(prompt)
-            parsed = parser.push(piece.text, is_end=reason is not Reason.NONE)
+            parsed = parser.push(piece.text, is_end=reason is not Reason.NONE, is_cut=reason.is_cut)
             if not (parsed or finish or wants_tokens(run.generation)):
                 return []
             delta = self.delta(parsed, parser)

@@ -117,24 +117,27 @@ class ResponseAnswer:
     def whole(self, run: Run, outputs: Sequence[Sequence[Output]]) -> ResponseObject:
         ((output,),) = outputs
         reader, writer = self.start_reading(run), self.start_writing()
-        for text, rows, is_end in self.pieces(run, output):
-            for part, logprobs in reader.push(text, rows, is_end=is_end):
+        for text, rows, reason in self.pieces(run, output):
+            for part, logprobs in reader.push(text, rows, reason):
                 writer.add(part, logprobs)
-        writer.end(is_cut=STATUSES[output.reason] != "completed")
+        writer.end(is_cut=output.reason.is_cut)
         return self.end(run, writer, output.reason, output.rows.token_ids.tolist())
 
-    def pieces(self, run: Run, output: Output) -> Iterator[tuple[str, TokenRows, bool]]:
-        """The sample token by token where log-probs are wanted, so that each part gets those of its own tokens."""
+    def pieces(self, run: Run, output: Output) -> Iterator[tuple[str, TokenRows, Reason]]:
+        """The sample, with why it ended at its last piece.
+
+        It comes token by token where log-probs are wanted, so that each part gets those of its own tokens.
+        """
         rows = output.rows
         if run.generation.sampling.num_logprobs < 0 or not len(rows):
-            yield output.text, rows, True
+            yield output.text, rows, output.reason
             return
         tokenizer = self.service.marking_tokenizer if run.generation.is_parsed else self.service.tokenizer
         stream, last = SampleStream(tokenizer, run.options), len(rows) - 1
         for place in range(len(rows)):
             each = rows.part(place, place + 1)
-            piece = stream.push(each, output.reason if place == last else Reason.NONE)
-            yield piece.text, each, place == last
+            reason = output.reason if place == last else Reason.NONE
+            yield stream.push(each, reason).text, each, reason
 
     def start_reading(self, run: Run) -> PartReader:
         parser = None if self.chat.reading is None else self.chat.reading.start(0)
@@ -195,11 +198,11 @@ class PartReader:
         self._parser = parser
         self._held: list[TokenRows] = []  # tokens whose text is not certain yet
 
-    def push(self, text: str, rows: TokenRows, *, is_end: bool) -> Iterator[tuple[Part, list[TokenLogprob]]]:
-        """Parts that new tokens add; where log-probs are wanted it is one token."""
+    def push(self, text: str, rows: TokenRows, reason: Reason) -> Iterator[tuple[Part, list[TokenLogprob]]]:
+        """Parts that new tokens add; where log-probs are wanted it is one token. reason: why the sample ends here."""
         parts: list[Part] = [("content", text)] if text else []
         if self._parser is not None:
-            parts = self._parser.push(text, is_end=is_end).parts
+            parts = self._parser.push(text, is_end=reason is not Reason.NONE, is_cut=reason.is_cut).parts
         if wants_json_logprobs(self._run.generation):
             self._held.append(rows)
         for part in parts:

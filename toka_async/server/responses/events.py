@@ -88,7 +88,7 @@ class ResponseEvents:
         piece, reason = self._samples.push(row, rows, reason, request_id)
         self._ids += piece.rows.token_ids.tolist()
         events: list[AnyEvent] = []
-        for part, logprobs in self._reader.push(piece.text, piece.rows, is_end=reason is not Reason.NONE):
+        for part, logprobs in self._reader.push(piece.text, piece.rows, reason):
             events += self._writer.add(part, logprobs)
         if reason is Reason.NONE:
             return events
@@ -96,7 +96,7 @@ class ResponseEvents:
 
     def _end(self, reason: Reason, fault: ResponseFault | None = None) -> list[AnyEvent]:
         status = STATUSES[reason]
-        events: list[AnyEvent] = [*self._writer.end(is_cut=status != "completed")]
+        events: list[AnyEvent] = [*self._writer.end(is_cut=reason.is_cut)]
         ended = self._answer.end(self._run, self._writer, reason, self._ids)
         ended = ended if fault is None else replace(ended, error=fault)
         kind = ENDS.get(status, "response.incomplete")

@@ -2,6 +2,10 @@
 
 Whatever the pieces of a text are, what they give together is the same. A call is given when its region closes. What is
 no well-formed call of an offered tool is content, as it was written.
+
+Where a text ends before its region closes, JSON shows by itself whether a call is all there. Arguments of plain text do
+not: they count where the model ended its answer and nothing but whole ones is there, as some models leave the last tag
+out, and do not count where the answer was cut off.
 """
 
 from __future__ import annotations
@@ -111,8 +115,11 @@ class ResponseParser:
             self._reasoning.drop_held()
             self._content.drop_held()
 
-    def push(self, text: str, is_end: bool = False) -> Parsed:
-        """Returns what the text adds, and what was held back if nothing follows."""
+    def push(self, text: str, is_end: bool = False, is_cut: bool = False) -> Parsed:
+        """Returns what the text adds, and what was held back if nothing follows.
+
+        is_cut: the model had not ended the answer where it ends.
+        """
         self._buffer += text
         self._parsed = Parsed()
         while True:
@@ -135,7 +142,7 @@ class ResponseParser:
         self._add(self._buffer[self._position : held])
         self._position = held
         if is_end:
-            self._close()
+            self._close(is_whole=False, is_cut=is_cut)
         cut = max(0, held - 1)  # one character stays, so that no pattern takes what follows for the start
         self._buffer, self._position = self._buffer[cut:], held - cut
         return self._parsed
@@ -212,11 +219,14 @@ class ResponseParser:
         else:
             self._parsed.add_content(self._content.push(text))
 
-    def _close(self) -> None:
+    def _close(self, *, is_whole: bool = True, is_cut: bool = False) -> None:
+        """Ends the open region. is_whole: what closes it has come."""
         region, self._region = self._region, None
         if region is None or not region.is_calls:
             return
         try:
+            if not is_whole and region.kind in TYPED:
+                self._check_unclosed(region, is_cut)
             calls = self._read_region(region)
         except ValueError:
             self._parsed.add_content(self._content.push("".join(self._raw)))
@@ -224,6 +234,21 @@ class ResponseParser:
         most = len(calls) if self._most_calls is None else self._most_calls - self.num_calls
         self._parsed.add_calls(calls[:most])
         self.num_calls += len(calls[:most])
+
+    def _check_unclosed(self, region: Region, is_cut: bool) -> None:
+        """Checks arguments of plain text after which the answer ended; a beginning of what closes them is left out.
+
+        Raises ValueError for any that may not be all there.
+        """
+        if is_cut:
+            raise ValueError("the call is cut off")
+        body = "".join(self._body)
+        if region.close is not None:
+            begun = region.close.partial.search(body)
+            body = body if begun is None else body[: begun.start()]
+        if region.kind == "xml-inline" and re.sub(region.args["tag_pattern"], "", body, flags=re.DOTALL).strip():
+            raise ValueError("an argument has no end")
+        self._body = [body]
 
     def _read_region(self, region: Region) -> list[Call]:
         """Raises ValueError when the region has no well-formed calls of offered tools."""

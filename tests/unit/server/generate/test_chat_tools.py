@@ -142,6 +142,23 @@ async def test_calls_alone_have_no_content() -> None:
     assert answer["choices"][0]["message"]["content"] is None
 
 
+async def test_a_call_of_plain_text_that_is_cut_off_is_content() -> None:
+    """Arguments that came before the cut are not all of them."""
+    text = "<tool_call>\n<function=weather>\n<parameter=city>\nKöln\n</parameter>\n"
+    async with answering(text + "</function>", tool_format="qwen3_coder") as server:
+        for max_tokens, is_cut in ((len(server.tokenizer.encode(text)), True), (200, False)):
+            body = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": max_tokens}
+            (whole,) = (await server.ok(PATH, body))["choices"]
+            choices = [event["choices"][0] for event in await server.events(PATH, body)]
+            assert [choices[-1]["finish_reason"], whole["finish_reason"]] == ["length" if is_cut else "tool_calls"] * 2
+            deltas = [choice["delta"] for choice in choices]
+            assert "".join(delta.get("content") or "" for delta in deltas) == (text.strip() if is_cut else "")
+            assert whole["message"]["content"] == (text.strip() if is_cut else None)
+            calls = [call["function"] for call in whole["message"].get("tool_calls", ())]
+            assert calls == [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
+            assert calls == ([] if is_cut else [{"name": "weather", "arguments": '{"city":"Köln"}'}])
+
+
 async def test_reasoning_that_is_cut_off_stays_reasoning() -> None:
     async with answering("It is long") as server:
         body = {"messages": MESSAGES, "chat_template_kwargs": {"thinks": True}, "max_tokens": 5}

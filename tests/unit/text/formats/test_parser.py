@@ -262,6 +262,59 @@ def test_what_is_no_call_is_content(name: str, text: str, expected: str) -> None
     assert parse(MADE[name], text, TOOLS).content == (text if expected == "all" else expected)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=10, deadline=None)
+@given(answer=answers().filter(lambda each: bool(each.calls)), data=st.data())
+def test_calls_of_an_answer_that_is_cut_off_are_whole_ones(name: str, answer: Answer, data: st.DataObject) -> None:
+    if not fits(name, answer):
+        calls = [("f", {"a": 1, "b": "c"})] if name == "qwen3_coder" else answer.calls
+        answer = Answer(answer.reasoning, "", calls)
+    text, prompt = write_answer(name, answer), PROMPTS.get(name, "")
+    text = text[: data.draw(st.integers(len(text) // 2, len(text)))]
+    whole = parse(MADE[name], text, answer.tools, prompt=prompt, is_cut=True)
+    made = [(call.name, json.loads(call.arguments)) for call in whole.calls]
+    assert made == list(answer.calls[: len(made)])
+    cuts = draw_cuts(Random(data.draw(st.integers(0, 99))), len(text))
+    assert parse(MADE[name], text, answer.tools, cuts, prompt, is_cut=True) == whole
+
+
+ONE = "<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        (f"{ONE}</function>\n</tool_call>", {"a": 5}),
+        (f"{ONE}</function>\n", {"a": 5}),
+        (f"{ONE}</func", {"a": 5}),
+        (ONE, {"a": 5}),
+        ("<tool_call>\n<function=f>\n</function>", {}),
+        (ONE.removesuffix("</parameter>\n"), None),
+        (f"{ONE}<parameter=s>\n", None),
+        (f"{ONE}<param", None),
+        (f"{ONE}</function>\nso", None),
+    ],
+)
+def test_tags_at_the_end_may_be_missing_where_the_model_ended_its_answer(
+    text: str, arguments: dict[str, Any] | None
+) -> None:
+    """And what is there is whole; an answer that was cut off has no such call."""
+    tools: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": {"properties": TOOLS["f"]}}}]
+    calls = [] if arguments is None else [("f", arguments)]
+    for made in (MADE["qwen3_coder"], choose_format("", "auto", "auto", QWEN35)):
+        assert made is not None
+        for is_cut in (False, True):
+            expected = [] if is_cut and not text.endswith("</tool_call>") else calls
+            parsed = parse(made, text, TOOLS, [len(text) // 2], is_cut=is_cut)
+            assert [(call.name, json.loads(call.arguments)) for call in parsed.calls] == expected
+            assert parsed.content == ("" if expected else text.rstrip())
+    oracle = Oracle(QWEN35, prefix="<|im_start|>assistant\n", tools=tools)
+    oracle.feed(text)
+    told, _ = oracle.finalize()
+    if arguments is not None:  # transformers also takes calls that are not whole
+        assert told["tool_calls"][0]["function"] == {"name": "f", "arguments": arguments}
+
+
 def test_calls_without_tools_are_content() -> None:
     assert parse(MADE["hermes"], CALL, {}) == Parsed(content=CALL)
 
