@@ -1,7 +1,8 @@
 """Writes the items of a response as the parts of its answer come, and the events that tell of it in a stream.
 
 Items come one after the other, in the order in which the model wrote them. What follows an item of another kind is an
-item of its own.
+item of its own. An item ends when the next one begins or the answer ends, calls too: the last item of an answer that is
+cut off is incomplete, and that is known no earlier.
 """
 
 from __future__ import annotations
@@ -120,6 +121,20 @@ class OpenSummary(OpenMessage):
         return ReasoningItem(id=self.id, status=status, summary=parts)
 
 
+@dataclass(frozen=True, slots=True)
+class OpenCall:
+    """A call, before it is known what follows it."""
+
+    index: int
+    id: str
+    call_id: str
+    call: Call
+
+    def make_item(self, status: ItemStatus) -> FunctionCall:
+        arguments = "" if status == "in_progress" else self.call.arguments
+        return FunctionCall(id=self.id, status=status, call_id=self.call_id, name=self.call.name, arguments=arguments)
+
+
 class OutputWriter:
     """The items of one response.
 
@@ -135,7 +150,7 @@ class OutputWriter:
         self.items: list[OutputItem] = []
         self._new_call_id = new_call_id
         self._kinds = {"content": OpenMessage, "reasoning": OpenSummary if summarizes else OpenReasoning}
-        self._open: OpenMessage | None = None
+        self._open: OpenMessage | OpenCall | None = None
         self._thoughts: list[str] = []
 
     @property
@@ -149,9 +164,9 @@ class OutputWriter:
             return [*self._close("completed"), *self._add_call(part)]
         name, text = part
         kind, events = self._kinds[name], Events()
-        if self._open is None or type(self._open) is not kind:
+        if type(self._open) is not kind:
             events += [*self._close("completed"), *self._begin(kind)]
-            assert self._open is not None
+        assert isinstance(self._open, OpenMessage)
         self._open.texts.append(text)
         self._open.logprobs += logprobs
         if name == "reasoning":
@@ -177,16 +192,13 @@ class OutputWriter:
             return []
         self.items.append(done.make_item(status))
         event = ItemEvent(type="response.output_item.done", output_index=done.index, item=self.items[-1])
-        return [done.make_done(), done.make_part(is_done=True), event]
+        return [event] if isinstance(done, OpenCall) else [done.make_done(), done.make_part(is_done=True), event]
 
     def _add_call(self, call: Call) -> Events:
-        index, item_id, call_id = len(self.items), new_id("fc"), self._new_call_id()
-        begun = FunctionCall(id=item_id, status="in_progress", call_id=call_id, name=call.name, arguments="")
-        done = FunctionCall(id=item_id, status="completed", call_id=call_id, name=call.name, arguments=call.arguments)
-        self.items.append(done)
+        made = self._open = OpenCall(len(self.items), new_id("fc"), self._new_call_id(), call)
+        item, index = made.make_item("in_progress"), made.index
         return [
-            ItemEvent(type="response.output_item.added", output_index=index, item=begun),
-            ArgumentsDelta(output_index=index, item_id=item_id, delta=call.arguments),
-            ArgumentsDone(output_index=index, item_id=item_id, name=call.name, arguments=call.arguments),
-            ItemEvent(type="response.output_item.done", output_index=index, item=done),
+            ItemEvent(type="response.output_item.added", output_index=index, item=item),
+            ArgumentsDelta(output_index=index, item_id=made.id, delta=call.arguments),
+            ArgumentsDone(output_index=index, item_id=made.id, name=call.name, arguments=call.arguments),
         ]

@@ -113,6 +113,16 @@ async def test_what_is_cut_off_is_incomplete() -> None:
     assert saying.output[0].status == "completed"
 
 
+async def test_a_call_after_which_an_answer_is_cut_off_is_incomplete() -> None:
+    """Those before it are not."""
+    async with answering(f"{CALL}{OTHER}{CALL}") as server:
+        limit = len(server.tokenizer.encode(f"{CALL}{OTHER}", False))
+        cut, whole = [await ask(server, tools=TOOLS, max_output_tokens=each) for each in (limit, 300)]
+    assert [getattr(item, "status", None) for item in cut.output] == ["completed", "incomplete"]
+    assert [item.type for item in cut.output] == ["function_call"] * 2
+    assert [getattr(item, "status", None) for item in whole.output] == ["completed"] * 3
+
+
 async def test_an_empty_answer_is_a_message() -> None:
     async with answering("") as server:
         answer = await ask(server)

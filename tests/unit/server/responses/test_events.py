@@ -12,6 +12,7 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from tests.cases.tool_calls import FORMATS, Answer, write_answer
 from tests.drivers.answering import ANSWER, CALL, answering
 from tests.drivers.until import until
 from tests.drivers.web_server import NAME, WebServer
@@ -23,6 +24,7 @@ TOOLS: list[Any] = [
     {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False},
     {"type": "function", "name": "time", "parameters": None, "strict": None},
 ]
+END = (".completed", ".incomplete", ".failed")
 PART = ["response.content_part.added", "response.content_part.done"]
 SUMMARY = ["response.reasoning_summary_part.added", "response.reasoning_summary_part.done"]
 
@@ -111,6 +113,30 @@ async def test_a_stream_says_what_the_whole_response_does(text: str, fields: dic
         parts = each.get("content") or each.get("summary") or ()
         assert said.get(each["id"], "") == each.get("arguments", "".join(part["text"] for part in parts))
         assert logged.get(each["id"], []) == [one for part in parts for one in part.get("logprobs", ())]
+
+
+ENDS = {"completed": "response.completed", "incomplete": "response.incomplete"}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+async def test_streams_have_one_end_wherever_they_are_cut_off(name: str) -> None:
+    """And their last item is complete where they are."""
+    tools = [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}]
+    text = write_answer(name, Answer(calls=[("f", {"a": "xy"}), ("f", {})]))
+    formats: dict[str, Any] = {"tool_format": name.removesuffix("_named"), "reasoning_format": "none"}
+    async with answering(text, **formats) as server:
+        size, ends = len(server.tokenizer.encode(text, False)), []
+        for most in (*range(1, size, 3), size, size + 1):
+            events = await stream(server, tools=tools, max_output_tokens=most)
+            last = events[-1]["response"]
+            assert [event["type"] for event in events if event["type"].endswith(END)] == [ENDS[last["status"]]]
+            assert [item["status"] for item in last["output"]][-1] == last["status"]
+            assert all(item["status"] == "completed" for item in last["output"][:-1])
+            done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+            assert done == last["output"]
+            ends.append(last["status"])
+    assert ends == ["incomplete"] * (len(ends) - 1) + ["completed"]
+    assert [item["type"] for item in last["output"]] == ["function_call"] * 2
 
 
 async def test_the_clients_own_accumulation() -> None:
