@@ -82,6 +82,27 @@ def count_thought(prompt: Int32, thought: Thought, tokenizer: Tokenizer) -> int 
     return prompt.size - start - len(opening) if start > end else None
 
 
+def count_written(ids: Sequence[int], thought: Thought, tokenizer: Tokenizer, *, is_open: bool) -> int | None:
+    """Counts the tokens of the thoughts in an output, without their marks; None where no token shows them.
+
+    is_open: the prompt has begun one.
+    """
+    *before, mark = thought.opening_parts  # what is before the last mark may be written in any tokens
+    last, closing = map(tokenizer.backend.token_to_id, (mark, thought.closing))
+    if last is None or closing is None:
+        return None
+    count, start = 0, 0 if is_open else None
+    for place, token_id in enumerate(ids):
+        if start is not None and token_id == closing:
+            count, start = count + place - start, None
+            if not before:
+                break  # such thoughts are at an answer's start alone
+        elif start is None and token_id == last:
+            window = ids[max(0, place + 1 - len(thought.opening)) : place + 1]
+            start = place + 1 if tokenizer.decode(window, False).endswith(thought.opening) else None
+    return count + (0 if start is None else len(ids) - start) or None
+
+
 def find_last(ids: Int32, wanted: Sequence[int]) -> int:
     """Finds the last place of some ids, one after the other, in others [p]; -1 if there is none."""
     if ids.size < len(wanted):

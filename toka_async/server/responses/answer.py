@@ -20,6 +20,7 @@ from toka_async.server.generate.answers import run_usage, wants_json_logprobs
 from toka_async.server.generate.chat import ChatAnswer, prepare_chat
 from toka_async.server.generate.sample_text import SampleStream
 from toka_async.server.generate.service import Output, PreparedRequest, Run, Service
+from toka_async.server.generate.thinking import count_written
 from toka_async.server.responses.items import OutputWriter
 from toka_async.server.responses.objects import (
     IncompleteDetails,
@@ -172,17 +173,14 @@ class ResponseAnswer:
         )
 
     def count_thought(self, reasoning: str, ids: list[int]) -> int:
-        """The tokens of a thought: those between its marks, or of its text where the marks are no single tokens."""
-        if not reasoning or self.chat.reading is None:
+        """The tokens of thoughts: those between their marks, or of their text where the marks are no single tokens."""
+        reading, tokenizer = self.chat.reading, self.service.tokenizer
+        if not reasoning or reading is None:
             return 0
-        tokenizer, thought = self.service.tokenizer, self.chat.reading.format.thought
-        find = tokenizer.backend.token_to_id
-        marks = (None, None) if thought is None else (find(thought.opening), find(thought.closing))
-        if None in marks:
-            return min(len(tokenizer.encode(reasoning, False)), len(ids))
-        opening, closing = marks
-        end = ids.index(closing) if closing in ids else len(ids)
-        return end - (ids.index(opening) + 1 if opening in ids[:end] else 0)
+        thought, counted = reading.format.thought, None
+        if thought is not None:
+            counted = count_written(ids, thought, tokenizer, is_open=thought.is_open(reading.written[0]))
+        return min(len(tokenizer.encode(reasoning, False)), len(ids)) if counted is None else counted
 
 
 class PartReader:

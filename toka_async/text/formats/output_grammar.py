@@ -72,6 +72,11 @@ class Thought:
     closing: str
     after: str = ""
 
+    @property
+    def opening_parts(self) -> list[str]:
+        """The opening, divided where special tokens are."""
+        return [each for each in SPECIAL.split(self.opening) if each]
+
     def is_open(self, written: str) -> bool:
         """Whether the prompt has begun the thought, and not ended it. written: what it has of the answer."""
         return self.opening in written and self.closing not in written

@@ -10,7 +10,7 @@ from toka_async.arrays import Int32
 from toka_async.openai.errors import ApiError
 from toka_async.openai.generation import Defaults, GenerationParams, RequestLimits, completion_generation
 from toka_async.openai.requests import CompletionRequest
-from toka_async.server.generate.thinking import bound_thoughts, find_last
+from toka_async.server.generate.thinking import bound_thoughts, count_written, find_last
 from toka_async.text.formats.choice import choose_format
 
 TOKENIZER, VOCABULARY = load_marked()
@@ -94,3 +94,29 @@ def test_marks_of_several_tokens_are_found() -> None:
 @pytest.mark.parametrize(("ids", "place"), [([1, 2, 1, 2], 2), ([1, 2, 3], 0), ([2, 1], -1), ([1], -1), ([], -1)])
 def test_the_last_place_of_ids(ids: list[int], place: int) -> None:
     assert find_last(np.asarray(ids, np.int32), [1, 2]) == place
+
+
+CHANNEL, END = "<|channel|>analysis<|message|>", "<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("known", "pieces", "is_open", "count"),
+    [
+        (THINKS, ["<think>", "a", "b", "</think>", "so"], False, 2),
+        (THINKS, ["a", "b", "</think>", "so"], True, 2),
+        (THINKS, ["<think>", "a"], False, 1),
+        (THINKS, ["<think>", "a", "</think>", "<think>", "b", "</think>"], False, 1),  # the second is content
+        (THINKS, ["a", "b"], False, None),
+        (HARMONY, [CHANNEL, "a", "b", END, "<|start|>assistant<|channel|>final<|message|>c"], False, 2),
+        (HARMONY, ["<|channel|>", *"analysis", "<|message|>", "a", "b"], False, 2),
+        (HARMONY, ["<|channel|>commentary<|message|>c", END, "<|start|>assistant", CHANNEL, "a", END], False, 1),
+        (HARMONY, [CHANNEL, "a", END, "<|start|>assistant", CHANNEL, "b", "c", END], False, 3),
+        (HARMONY, ["a", END], True, 1),
+    ],
+)
+def test_tokens_of_a_thought_are_counted_as_they_were_written(
+    known: Any, pieces: list[str], is_open: bool, count: int | None
+) -> None:
+    """Whatever tokens the tokenizer would make of the same text."""
+    ids = [each for piece in pieces for each in encode(piece).tolist()]
+    assert count_written(ids, known.thought, TOKENIZER, is_open=is_open) == count
