@@ -166,7 +166,7 @@ def test_what_cannot_be_enforced_is_refused_by_name(
 def test_a_grammar_that_cannot_be_enforced_is_refused_on_other_routes(server: Serving) -> None:
     parts = [{"regex": "a", "max_new_tokens": 1000}, {"regex": "(a{3}", "max_new_tokens": 1000}]
     status, answer = server.post("/generate", text=["x", "y"], sampling_params=parts)
-    assert (status, answer["error"]["param"]) == (400, "regex")
+    assert (status, answer["error"]["param"]) == (400, "sampling_params[1].regex")
     with SyncClient(URL) as client:
         for text in (True, False):
             with pytest.raises(RequestError, match="regex"):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+import re
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from time import monotonic
@@ -13,7 +14,7 @@ from msgspec.structs import replace as replace_sampling
 
 from toka_async.messages import LogprobKind
 from toka_async.openai.answer_size import answer_bytes
-from toka_async.openai.errors import bad_request
+from toka_async.openai.errors import ApiError, bad_request
 from toka_async.openai.generation import Defaults, GenerationParams, RequestLimits, build_generation, count_logprobs
 from toka_async.openai.prompts import Prompt
 from toka_async.openai.requests import GenerationFields
@@ -22,15 +23,25 @@ from toka_async.server.generate.batching import SLICE
 from toka_async.server.generate.completions import check_counts
 from toka_async.server.generate.events import ENCODER
 from toka_async.server.generate.service import Output, PreparedRequest, Run, Service
+from toka_async.server.generate.thinking import BUDGET
 from toka_async.server.http.receive import give_back_room, read_request
 from toka_async.server.http.respond import SERVICE, respond
 from toka_async.server.limits.account import Account, Cost
 from toka_async.server.sglang.answer import SglangAnswer
 from toka_async.server.sglang.prompts import Part, Wish, divide, is_single, name_prompts, parse_inputs
-from toka_async.server.sglang.requests import SglangRequest
+from toka_async.server.sglang.requests import SglangRequest, SglangSampling
 from toka_async.server.sglang.responses import SglangSample
 
 Prepared = tuple[Part, PreparedRequest]
+# Fields that the sampling parameters have under other names than the rest of the server.
+NAMES = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    "include_stop_str_in_output": "no_stop_trim",
+    BUDGET: "custom_params.thinking_budget",
+}
+_RENAMED = re.compile(rf"\b({'|'.join(NAMES)})\b")
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
@@ -72,23 +83,53 @@ async def prepare_parts(service: Service, wire: SglangRequest) -> tuple[list[Pre
     parts = divide(wire, len(given))
     if len(parts) > 1 and wire.stream:
         raise bad_request("prompts of a stream must all want the same: give no lists of fields", param="stream")
-    check_counts(len(given), parts[0].wish.sampling.n, service.config, param)
+    where = "sampling_params" if isinstance(wire.sampling_params, SglangSampling) else "sampling_params[{}]"
+    with renamed(where.format(0)):
+        check_counts(len(given), parts[0].wish.sampling.n, service.config, param)
     names = name_prompts(wire.rid, len(given), is_one=is_single(wire))
     of_all: dict[str, int | None] = {wire.rid: None} if isinstance(wire.rid, str) else {}
     prepared, num_bytes = [], 0
     for part in parts:
-        generation = sglang_generation(wire, part.wish, service.limits_of(ready), service.defaults)
-        limits = service.limits_of(ready, generation.n)
-        chosen: list[Prompt] = [given[place] for place in part.places]
-        prompts = await service.encode(chosen, True, param, generation, limits)
-        if min(map(len, prompts)) < part.wish.start:
-            raise bad_request("'logprob_start_len' is above the prompt's length", param="logprob_start_len")
-        keys = {names[place]: key for key, place in enumerate(part.places)}
-        made = await service.prepare(generation, prompts, param, limits, names=keys | of_all)
+        own = where.format(part.places[0])
+        with renamed(own):
+            generation = sglang_generation(wire, part.wish, service.limits_of(ready), service.defaults)
+            limits = service.limits_of(ready, generation.n)
+            chosen: list[Prompt] = [given[place] for place in part.places]
+            prompts = await service.encode(chosen, True, param, generation, limits)
+            if min(map(len, prompts)) < part.wish.start:
+                raise bad_request("'logprob_start_len' is above the prompt's length", param="logprob_start_len")
+            keys = {names[place]: key for key, place in enumerate(part.places)}
+            made = await service.prepare(generation, prompts, param, limits, names=keys | of_all)
+        # What is found of its grammar once it runs names the field as it is here.
+        generation = replace(made.generation, grammar_param=rename_field(made.generation.grammar_param, own))
+        made = replace(made, generation=generation)
         num_bytes += answer_bytes(generation, sum(map(len, prompts)), generation.n * sum(made.budgets), 0)
         prepared.append((part, made))
     check_bytes(num_bytes, service.config.max_answer_mb)
     return prepared, names
+
+
+@contextmanager
+def renamed(where: str) -> Iterator[None]:
+    """Gives errors the names that fields have here. where: of the sampling parameters that count."""
+    try:
+        yield
+    except ApiError as error:
+        if error.param is None:
+            raise
+        param = rename_field(error.param, where)
+        message = error.message.replace(f"'{error.param}'", f"'{param}'")
+        message = message if param == error.param else _RENAMED.sub(lambda found: NAMES[found[0]], message)
+        logged = error.logged if error.logged != error.message else None
+        raise ApiError(
+            error.status, message, param=param, code=error.code, retry_after=error.retry_after, logged=logged
+        ) from None
+
+
+def rename_field(param: str, where: str) -> str:
+    """The name that a field of the server, or a part of it, has here."""
+    name = NAMES.get(param, param)
+    return f"{where}.{name}" if re.split(r"[.\[]", name)[0] in SglangSampling.__struct_fields__ else param
 
 
 def check_bytes(num_bytes: int, max_mb: int) -> None:

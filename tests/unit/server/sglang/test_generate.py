@@ -170,7 +170,19 @@ async def test_the_models_sampling_defaults_do_not_hold() -> None:
         ({"input_ids": [5, [6]]}, "input_ids"),
         ({"input_ids": [400]}, "input_ids"),
         ({"input_ids": None, "text": ""}, "text"),
-        ({"sampling_params": {"max_new_tokens": 1000}}, "max_tokens"),
+        ({"sampling_params": {"max_new_tokens": 1000}}, "sampling_params.max_new_tokens"),
+        ({"sampling_params": {"regex": "a\\"}}, "sampling_params.regex"),
+        ({"sampling_params": [{"ebnf": "?"}]}, "sampling_params[0].ebnf"),
+        ({"sampling_params": {"json_schema": "{"}}, "sampling_params.json_schema"),
+        ({"sampling_params": {"structural_tag": "{}"}}, "sampling_params.structural_tag"),
+        (
+            {"sampling_params": {"custom_params": {"thinking_budget": 5}}},
+            "sampling_params.custom_params.thinking_budget",
+        ),
+        (
+            {"input_ids": [[5], [6]], "sampling_params": [{}, {"min_new_tokens": 9, "max_new_tokens": 1}]},
+            "sampling_params[1].min_new_tokens",
+        ),
         ({"sampling_params": {"custom_params": {"a": 1}}}, "sampling_params.custom_params.a"),
         ({"sampling_params": {"nonsense": 1}}, "sampling_params.nonsense"),
         ({"sampling_params": [{}, {}]}, "sampling_params"),
@@ -194,10 +206,12 @@ async def test_what_cannot_be_answered_is_named(server: WebServer, fields: dict[
 
 async def test_a_grammar_is_checked_while_its_request_runs(server: WebServer) -> None:
     """What is found out afterwards is cancelled; what is known by then is not submitted."""
-    fields = {"sampling_params": {"regex": "a("}}
+    fields = {"input_ids": [[5], [6]], "sampling_params": [{}, {"regex": "a("}]}
     for _ in range(2):
-        assert (await server.error(PATH, body() | fields))["param"] == "regex"
-    assert len(server.scheduler.submits) == 1
+        error = await server.error(PATH, body() | fields)
+        assert error["param"] == "sampling_params[1].regex"
+        assert error["message"].startswith("'sampling_params[1].regex' cannot be enforced")
+    assert len(server.scheduler.submits) == 2
     await until(lambda: not server.engine.busy)
 
 
