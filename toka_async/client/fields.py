@@ -42,6 +42,11 @@ class Fields(TypedDict, total=False):
     cache_salt: str
     structured_outputs: dict[str, Any]
     response_format: dict[str, Any]
+    guided_json: dict[str, Any] | str
+    guided_regex: str
+    guided_choice: list[str]
+    guided_grammar: str
+    guided_whitespace_pattern: str
     thinking_token_budget: int
     text: bool
     model: str
