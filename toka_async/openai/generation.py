@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -98,7 +98,9 @@ class GenerationParams:
     says of a prompt: once, or in each choice. truncation: None leaves prompts as they are. usage_in_chunks: each chunk
     of a stream has its sample's usage so far. pad_chunks: chunks hide the length of their text. pack_logprobs: samples'
     log-probs are arrays in the response's `system_fingerprint`. pack_columns: all log-probs are arrays in fields of
-    their own. grammar_param: the field that outputs' grammar comes from. has_text: the answer has the samples' texts.
+    their own. grammar_param: the field that outputs' grammar comes from. kept_tools: the functions whose
+    calls are kept to schemas by that grammar, with each one's schema and whether it is strict. has_text: the answer has
+    the samples' texts.
     request_id: the client's; empty: it gave none. is_parsed: reasoning and tool calls are told from the text, which has
     the special tokens that mark them. thinking_budget: the most tokens of a thought, where `sampling.grammar` does not
     say so already; None or -1: any number.
@@ -127,6 +129,7 @@ class GenerationParams:
     cache_salt: str
     truncation: Truncation | None
     grammar_param: str = ""
+    kept_tools: Mapping[str, tuple[Mapping[str, Any], bool]] = field(default_factory=dict)
     num_prompt_copies: int = 1
     has_text: bool = True
     spaces_between_special_tokens: bool = True

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -110,7 +111,14 @@ def read_answers(
     tokens = GrammarTokens(service.tokenizer.backend.token_to_id, frozenset(service.defaults.end_ids))
     grammar = make_answer_grammar(wire, reading, generation, tokens, budget)
     sampling = replace(generation.sampling, grammar=grammar.text)
-    return dataclasses.replace(generation, is_parsed=True, sampling=sampling, grammar_param=grammar.param), reading
+    generation = dataclasses.replace(
+        generation,
+        is_parsed=True,
+        sampling=sampling,
+        grammar_param=grammar.param,
+        kept_tools=tools.kept if tools.kept_by else {},
+    )
+    return generation, reading
 
 
 def make_answer_grammar(
@@ -129,17 +137,28 @@ def make_answer_grammar(
     if tools.kept_by or (content and tools.offered and can_write):
         calls = CallRules(schemas=tools.kept, several=tools.most_calls is None, is_forced=tools.is_forced)
     param = tools.kept_by or generation.grammar_param or BUDGET
+    write = partial(reading.format.write_answer, tokens, content=content, budget=budget)
     try:
-        texts = {
-            reading.format.write_answer(tokens, written, content=content, calls=calls, budget=budget)
-            for written in set(reading.written)
-        }
+        texts = {write(written, calls=calls) for written in set(reading.written)}
     except UnwritableError as error:
-        raise bad_request(f"'{param}': {error}", param=param, code="unsupported_parameter") from None
+        named = str(error) if calls is None else name_unwritable(partial(write, reading.written[0]), calls, str(error))
+        raise bad_request(f"'{param}': {named}", param=param, code="unsupported_parameter") from None
     if len(texts) > 1:
         raise bad_request(f"'{param}': some conversations' answers are begun and others' are not", param=param)
     (text,) = texts
     return make_output_grammar(text, param, wire) if text else NO_GRAMMAR
+
+
+def name_unwritable(write: Callable[..., str], calls: CallRules, error: str) -> str:
+    """What is wrong with calls that cannot be written, and with which function's arguments if it is one's."""
+    for name, schema in calls.schemas.items():
+        try:
+            write(calls=dataclasses.replace(calls, schemas={name: schema}))
+        except UnwritableError as own:
+            with suppress(UnwritableError):  # otherwise it is not the arguments
+                write(calls=dataclasses.replace(calls, schemas={name: ({}, False)}))
+                return f"the function {name!r}: {own}"
+    return error
 
 
 def wire_chat(service: Service, wire: ChatRequest | TokenizeRequest, tools: list[dict[str, Any]] | None) -> Chat:

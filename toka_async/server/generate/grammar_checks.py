@@ -15,11 +15,12 @@ from functools import partial
 from hashlib import blake2b
 
 from toka_async.grammars.cost import is_costly
-from toka_async.grammars.lark import GrammarError
-from toka_async.grammars.limited import LimitedChecks
+from toka_async.grammars.lark import GrammarError, make_grammar, write_json
+from toka_async.grammars.limited import EXCESSIVE, LimitedChecks
 from toka_async.grammars.vocabulary import GrammarVocabulary, is_installed
 from toka_async.openai.errors import bad_request
 from toka_async.openai.generation import GenerationParams
+from toka_async.text.formats.output_grammar import Schemas
 from toka_async.text.tokenizer import Tokenizer
 
 MOST_AT_ONCE = 4
@@ -73,17 +74,16 @@ class GrammarChecks:
         self.refuse_known(generation)
         grammar = generation.sampling.grammar
         if not self.knows(grammar):
-            raise_error(generation, await asyncio.shield(self._find(grammar, vocab_size)))
+            raise_error(generation, await asyncio.shield(self._find(generation, vocab_size)))
 
-    def _find(self, grammar: str, vocab_size: int) -> asyncio.Future[str]:
+    def _find(self, generation: GenerationParams, vocab_size: int) -> asyncio.Future[str]:
         """Finds what is wrong with a grammar, once for all requests that wait for it."""
+        grammar = generation.sampling.grammar
         key = digest(grammar)
         if key not in self._under_way:
             self.start(vocab_size)
-            work = (
-                (self._costly_executor, self._find_excess) if is_costly(grammar) else (self._executor, self._find_error)
-            )
-            found = asyncio.get_running_loop().run_in_executor(*work, grammar)
+            executor, loop = self._costly_executor if is_costly(grammar) else self._executor, asyncio.get_running_loop()
+            found = loop.run_in_executor(executor, self._explain, grammar, generation.kept_tools)
             self._under_way[key] = found
             found.add_done_callback(partial(self._note, key))
         return self._under_way[key]
@@ -95,17 +95,25 @@ class GrammarChecks:
         if len(self._known) > MOST_KNOWN:
             self._known.popitem(last=False)
 
+    def _explain(self, grammar: str, tools: Schemas) -> str:
+        """What is wrong with a grammar, and with which function's arguments if it is one's; empty: nothing."""
+        error = self._find_error(grammar)
+        for name, (schema, strict) in tools.items() if error not in ("", EXCESSIVE) else ():
+            own = make_grammar(write_json(schema or {"type": "object"}, strict=strict))
+            if not is_costly(own) and (of_own := self._find_error(own)):
+                return f"the function {name!r}: {of_own}"
+        return error
+
     def _find_error(self, grammar: str) -> str:
         assert self._vocabulary is not None
+        assert self._limited is not None
+        if is_costly(grammar):
+            return self._limited.find_error(grammar)
         try:
             self._vocabulary.check(grammar)
         except GrammarError as error:
             return str(error)
         return ""
-
-    def _find_excess(self, grammar: str) -> str:
-        assert self._limited is not None
-        return self._limited.find_error(grammar)
 
 
 def digest(grammar: str) -> bytes:

@@ -249,6 +249,21 @@ async def test_what_cannot_be_done_is_refused(template: str, fields: dict[str, A
     assert error["param"] == param
 
 
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder"])
+@pytest.mark.parametrize("choice", ["required", "auto"])
+async def test_the_function_whose_arguments_cannot_be_enforced_is_named(form: str, choice: str) -> None:
+    """Whether the format or the library refuses them."""
+    items = {"type": "array", "uniqueItems": True}
+    others: list[dict[str, Any]] = [{"not": {}}, {}]
+    for more in others:
+        bad = {"name": "bad", "strict": True, "parameters": {"type": "object", "properties": {"a": items}, **more}}
+        tools = [*TOOLS, STRICT, {"type": "function", "function": bad}]
+        async with answering(tool_format=form) as server:
+            error = await server.error(PATH, {"messages": MESSAGES, "tools": tools, "tool_choice": choice})
+        assert error["param"] == ("tool_choice" if choice == "required" else "tools[2].function.strict")
+        assert "the function 'bad': " in error["message"]
+
+
 @pytest.mark.parametrize(
     ("choice", "has_time"), [("required", True), ({"type": "function", "function": {"name": "weather"}}, False)]
 )
