@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from toka_async.grammars.lark import GrammarError
+from toka_async.grammars.errors import GrammarError
 from toka_async.grammars.vocabulary import GrammarVocabulary
 from toka_async.openai.errors import ApiError
 from toka_async.openai.requests import GenerationFields

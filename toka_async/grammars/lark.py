@@ -12,16 +12,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from toka_async.grammars.errors import GrammarError
+from toka_async.grammars.exact_schemas import make_exact
+
 START = re.compile(r"^start\s*:", re.MULTILINE)
 MAX_EBNF = 1 << 16  # characters; the library reads it in Python, at 1 MB a second
 SPECIAL = re.compile(r"[^\w ]|\n")  # what may have a meaning in a regular expression
 GUIDANCE = "x-guidance"  # key at a schema's top level with options of llguidance, which precede ours
 # A model could write blanks for ever. These are those that a document needs, in one line or indented.
 WHITESPACE = r"\x20|\x0A[\x20\x09]{0,20}"
-
-
-class GrammarError(ValueError):
-    """A grammar cannot be used; the message says why, in one line."""
 
 
 def make_grammar(expression: str) -> str:
@@ -40,14 +39,19 @@ def write_json(schema: Mapping[str, Any] | bool, *, strict: bool, options: Mappi
     Args:
         strict: keywords that cannot be enforced make the grammar invalid; otherwise they are left out.
         options: of llguidance, such as `whitespace_pattern`, instead of ours.
+
+    Raises GrammarError where the schema is strict, and for one that no document matches.
     """
-    schema = {} if schema is True else {"not": {}} if schema is False else schema
+    if schema is False:
+        raise GrammarError("the schema is false, so no document matches it")
+    schema = {} if schema is True else schema
     ours: dict[str, Any] = {"lenient": not strict, **(options or {})}
     if "whitespace_flexible" not in ours:
         ours.setdefault("whitespace_pattern", WHITESPACE)
     given = schema.get(GUIDANCE, {})
-    merged = {**schema, GUIDANCE: {**ours, **given} if isinstance(given, Mapping) else given}
-    return f"%json {json.dumps(merged)}"
+    used = {**ours, **given} if isinstance(given, Mapping) else given
+    is_lenient = isinstance(used, Mapping) and used.get("lenient") is True
+    return f"%json {json.dumps(make_exact(schema, strict=not is_lenient) | {GUIDANCE: used})}"
 
 
 def write_choice(texts: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from toka_async.grammars.lark import GrammarError
+from toka_async.grammars.errors import GrammarError
 from toka_async.grammars.limited import MOST_BYTES, MOST_SECONDS, CheckedTokens
 from toka_async.grammars.vocabulary import GrammarVocabulary
 

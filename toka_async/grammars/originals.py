@@ -16,7 +16,7 @@ from time import thread_time
 from typing import TYPE_CHECKING
 
 from toka_async.arrays import Int32
-from toka_async.grammars.lark import GrammarError
+from toka_async.grammars.errors import GrammarError
 from toka_async.grammars.vocabulary import GrammarVocabulary
 
 if TYPE_CHECKING:

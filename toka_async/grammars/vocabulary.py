@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from toka_async.arrays import Int32
-from toka_async.grammars.lark import GrammarError
+from toka_async.grammars.errors import GrammarError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

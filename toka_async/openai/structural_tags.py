@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from toka_async.grammars.lark import GrammarError, read_grammar, rename_start, write_json, write_regex, write_text
+from toka_async.grammars.errors import GrammarError
+from toka_async.grammars.lark import read_grammar, rename_start, write_json, write_regex, write_text
 from toka_async.openai.errors import bad_request
 
 MOST_DEPTH = 24

@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toka_async.grammars.lark import GrammarError, make_grammar, read_grammar, write_choice, write_json, write_regex
+from toka_async.grammars.errors import GrammarError
+from toka_async.grammars.lark import make_grammar, read_grammar, write_choice, write_json, write_regex
+from toka_async.grammars.schema_parts import list_schemas
 from toka_async.grammars.vocabulary import EXTRA, is_installed
 from toka_async.openai.errors import ApiError, bad_request
 from toka_async.openai.requests import GenerationFields, OutputFormat, StructuredOutputs
@@ -26,9 +28,6 @@ JSON_OPTIONS = {
     "disable_any_whitespace": ("json", "json_object"),
     "disable_additional_properties": ("json",),
 }
-LOWER_BOUNDS = frozenset(("minimum", "exclusiveMinimum"))
-UPPER_BOUNDS = frozenset(("maximum", "exclusiveMaximum"))
-DATA = ("const", "enum", "default", "examples")  # keywords whose values are no schemas
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -41,6 +40,7 @@ class OutputGrammar:
 
 
 NO_GRAMMAR = OutputGrammar()
+NO_SPACING: Mapping[str, Any] = {}
 NO_TOKENS: Mapping[str, int] = {}
 
 
@@ -135,10 +135,7 @@ def write_response_format(wish: OutputFormat) -> str:
     param = "response_format.json_schema"
     if wish.json_schema is None:
         raise bad_request(f"'{param}' is missing", param=param)
-    schema = read_schema(wish.json_schema.wanted, f"{param}.schema")
-    if wish.json_schema.strict:
-        check_bounds(schema, f"{param}.schema")
-    return make_grammar(write_json(schema, strict=wish.json_schema.strict))
+    return write_schema(wish.json_schema.wanted, f"{param}.schema", strict=wish.json_schema.strict)
 
 
 def write_structured_outputs(wish: StructuredOutputs) -> str:
@@ -151,11 +148,8 @@ def write_structured_outputs(wish: StructuredOutputs) -> str:
         spacing = {"whitespace_flexible": False}
     match name:
         case "json":
-            schema = read_schema(value, f"{where}.json")
-            check_bounds(schema, f"{where}.json")
-            if wish.disable_additional_properties:
-                schema = close_objects(schema)
-            return make_grammar(write_json(schema, strict=True, options=spacing))
+            is_closed = wish.disable_additional_properties
+            return write_schema(value, f"{where}.json", spacing, is_closed=is_closed)
         case "json_object":
             return make_grammar(write_json(ANY_OBJECT, strict=True, options=spacing))
         case "regex":
@@ -183,10 +177,18 @@ def choose_kind(wish: StructuredOutputs) -> tuple[str, Any]:
     return kind, wanted
 
 
-def write_schema(wish: Any, param: str, spacing: Mapping[str, Any]) -> str:
+def write_schema(
+    wish: Any, param: str, spacing: Mapping[str, Any] = NO_SPACING, *, strict: bool = True, is_closed: bool = False
+) -> str:
+    """Writes the grammar of a schema's documents. Raises ApiError (400), which names the keyword if that is wrong."""
     schema = read_schema(wish, param)
-    check_bounds(schema, param)
-    return make_grammar(write_json(schema, strict=True, options=spacing))
+    if is_closed:
+        schema = close_objects(schema)
+    try:
+        return make_grammar(write_json(schema, strict=strict, options=spacing))
+    except GrammarError as error:
+        message = f"'{param}' cannot be enforced: {error}"
+        raise bad_request(message, param=param, code="invalid_grammar") from None
 
 
 def read_schema(wish: Any, param: str) -> Mapping[str, Any] | bool:
@@ -199,30 +201,6 @@ def read_schema(wish: Any, param: str) -> Mapping[str, Any] | bool:
     if not isinstance(wish, dict | bool):
         raise bad_request(f"'{param}' must be a JSON schema: an object", param=param)
     return wish
-
-
-def check_bounds(schema: Any, param: str) -> None:
-    """Raises ApiError (400) for a bound of integers that the library would loosen.
-
-    It computes bounds as floats of 64 bits, and then as integers of as many. A tighter one, such as 2^63 - 1 for
-    2^64 - 1, allows nothing that the schema forbids.
-    """
-    if isinstance(schema, list):
-        for each in schema:
-            check_bounds(each, param)
-    if not isinstance(schema, dict):
-        return
-    for key, value in schema.items():
-        if isinstance(value, int) and key in LOWER_BOUNDS | UPPER_BOUNDS:
-            used = fit_integer(int(float(fit_integer(value))))
-            if used < value if key in LOWER_BOUNDS else used > value:
-                raise bad_request(f"'{param}': {key} {value} cannot be enforced: it would be {used}", param=param)
-        elif key not in DATA:
-            check_bounds(value, param)
-
-
-def fit_integer(value: int) -> int:
-    return max(-(1 << 63), min(value, (1 << 63) - 1))
 
 
 def write_own_regex(pattern: str, param: str) -> str:
@@ -239,15 +217,12 @@ def read_own_grammar(wish: str, param: str) -> str:
         raise bad_request(f"'{param}' is {error}", param=param) from None
 
 
-def close_objects(schema: Any) -> Any:
+def close_objects(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
     """Forbids properties that objects with named properties do not name, wherever the schema leaves that open."""
-    if isinstance(schema, list):
-        return [close_objects(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {key: value if key in DATA else close_objects(value) for key, value in schema.items()}
-    if schema.keys() & {"properties", "patternProperties"}:
-        closed.setdefault("additionalProperties", False)
+    closed: dict[str, Any] | bool = json.loads(json.dumps(schema))
+    for each in list_schemas(closed):
+        if each.keys() & {"properties", "patternProperties"}:
+            each.setdefault("additionalProperties", False)
     return closed
 
 

@@ -7,9 +7,9 @@ import jsonschema
 import pytest
 
 from tests.cases.grammars import load_tokenizer, make_vocabulary, matches
+from toka_async.grammars.errors import GrammarError
 from toka_async.grammars.lark import (
     MAX_EBNF,
-    GrammarError,
     make_grammar,
     read_grammar,
     write_choice,

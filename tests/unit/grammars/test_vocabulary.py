@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from tests.cases.grammars import DEMO, END_IDS, NUM_TOKENS, load_tokenizer, make_vocabulary
-from toka_async.grammars.lark import GrammarError, make_grammar, write_json
+from toka_async.grammars.errors import GrammarError
+from toka_async.grammars.lark import make_grammar, write_json
 from toka_async.grammars.vocabulary import GrammarVocabulary, shorten_error
 from toka_async.text.tokenizer import read_for_grammars
 

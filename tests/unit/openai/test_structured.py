@@ -9,7 +9,7 @@ from toka_async.openai import structured
 from toka_async.openai.errors import ApiError
 from toka_async.openai.parse import parse_fields
 from toka_async.openai.requests import CompletionRequest
-from toka_async.openai.structured import MAX_GRAMMAR, OutputGrammar, check_bounds, close_objects, find_grammar
+from toka_async.openai.structured import MAX_GRAMMAR, OutputGrammar, close_objects, find_grammar
 
 LIST = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
 
@@ -54,20 +54,6 @@ def test_each_field_makes_its_grammar(fields: dict[str, Any], right: str, wrong:
     assert not matches(grammar.text, wrong)
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"minimum": -(2**63), "maximum": 2**63 - 1},
-        {"maximum": 2**64 - 1},
-        {"minimum": 2**53, "maximum": 1e300},
-        {"enum": [{"minimum": 10**30}]},
-        {"properties": {"minimum": {"type": "integer"}}},
-    ],
-)
-def test_bounds_that_allow_nothing_more_are_taken(schema: dict[str, Any]) -> None:
-    check_bounds(schema, "guided_json")
-
-
 def test_only_openais_field_is_lenient_and_only_without_strict() -> None:
     def ask(**more: Any) -> str:
         return find(response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": LIST, **more}}).text
@@ -85,6 +71,18 @@ def test_objects_are_closed_only_where_they_name_properties() -> None:
     assert "additionalProperties" not in closed["properties"]["a"]
     assert closed["properties"]["b"]["additionalProperties"] is True
     assert close_objects({"const": {"properties": 1}}) == {"const": {"properties": 1}}
+
+
+@pytest.mark.parametrize("name", ["default", "const", "enum", "examples"])
+def test_properties_may_be_named_as_keywords_are(name: str) -> None:
+    bounded = {"type": "object", "properties": {name: {"type": "integer", "minimum": 2**53 + 1}}}
+    assert "minimum" in refuse(guided_json=bounded).message
+    assert "minimum" in refuse(guided_json={"$defs": bounded["properties"], "$ref": f"#/$defs/{name}"}).message
+    inner = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    schema = {"type": "object", "properties": {name: inner}}
+    text = find(structured_outputs={"json": schema, "disable_additional_properties": True}).text
+    assert matches(text, f'{{"{name}": {{"a": 1}}}}')
+    assert not matches(text, f'{{"{name}": {{"b": 1}}}}')
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from msgspec import UNSET, Raw, UnsetType
 from msgspec.structs import replace
 
 from toka_async.arrays import Int32, as_i32
+from toka_async.grammars.errors import GrammarError
 from toka_async.messages import Reason
 from toka_async.openai.chat_messages import parse_messages
 from toka_async.openai.errors import bad_request
@@ -140,7 +141,7 @@ def make_answer_grammar(
     write = partial(reading.format.write_answer, tokens, content=content, budget=budget)
     try:
         texts = {write(written, calls=calls) for written in set(reading.written)}
-    except UnwritableError as error:
+    except (UnwritableError, GrammarError) as error:
         named = str(error) if calls is None else name_unwritable(partial(write, reading.written[0]), calls, str(error))
         raise bad_request(f"'{param}': {named}", param=param, code="unsupported_parameter") from None
     if len(texts) > 1:
@@ -154,8 +155,8 @@ def name_unwritable(write: Callable[..., str], calls: CallRules, error: str) -> 
     for name, schema in calls.schemas.items():
         try:
             write(calls=dataclasses.replace(calls, schemas={name: schema}))
-        except UnwritableError as own:
-            with suppress(UnwritableError):  # otherwise it is not the arguments
+        except (UnwritableError, GrammarError) as own:
+            with suppress(UnwritableError, GrammarError):  # otherwise it is not the arguments
                 write(calls=dataclasses.replace(calls, schemas={name: ({}, False)}))
                 return f"the function {name!r}: {own}"
     return error

@@ -15,7 +15,8 @@ from functools import partial
 from hashlib import blake2b
 
 from toka_async.grammars.cost import is_costly
-from toka_async.grammars.lark import GrammarError, make_grammar, write_json
+from toka_async.grammars.errors import GrammarError
+from toka_async.grammars.lark import make_grammar, write_json
 from toka_async.grammars.limited import EXCESSIVE, LimitedChecks
 from toka_async.grammars.vocabulary import GrammarVocabulary, is_installed
 from toka_async.openai.errors import bad_request

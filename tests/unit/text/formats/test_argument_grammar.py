@@ -9,7 +9,7 @@ import pytest
 
 from tests.cases.grammars import END_IDS, accepts, load_marked
 from tests.cases.tool_calls import make_format, parse
-from toka_async.grammars.lark import GrammarError
+from toka_async.grammars.errors import GrammarError
 from toka_async.text.formats.output_grammar import CallRules, GrammarTokens, UnwritableError
 
 pytest.importorskip("llguidance")
