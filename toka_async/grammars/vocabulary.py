@@ -26,10 +26,11 @@ LONGEST_ERROR = 500  # characters
 WORD = 32  # ids of a word of a mask
 # Tokens of blanks, of strings' texts by their length, and of what stands before the @ of an address. Those of a class
 # that a grammar allows as a whole are allowed at once, others are tried one by one. Every mask asks for each class.
+# Texts have no line ends of Unicode, which a pattern's dot leaves out.
 TEXT_LENGTHS = (2, 4, 6, 10, 16, 30)
 TOKEN_CLASSES = [
     r"[\x20\x0A\x0D\x09]+",
-    *(r'[^"\\\x00-\x1F\x7F]' + count for count in (*(f"{{1,{most}}}" for most in TEXT_LENGTHS), "+")),
+    *(r'[^"\\\x00-\x1F\x7F\u2028\u2029]' + count for count in (*(f"{{1,{most}}}" for most in TEXT_LENGTHS), "+")),
     "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]{1,16}",
 ]
 _EXCERPT = re.compile(r"\n\s*\d+ \| .*|<backtrace>.*", re.DOTALL)  # the grammar's lines around an error
