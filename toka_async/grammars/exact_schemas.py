@@ -12,7 +12,7 @@ from typing import Any
 
 from toka_async.grammars.errors import GrammarError
 from toka_async.grammars.patterns import translate
-from toka_async.grammars.schema_numbers import check_numbers, part_bounds
+from toka_async.grammars.schema_numbers import check_multiples, check_numbers, part_bounds
 from toka_async.grammars.schema_parts import list_schemas
 
 MOST_KNOWN = 1024  # sets of patterns
@@ -33,6 +33,13 @@ def make_exact(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
         check(each, strict)
         schemas.append(each)
     part_bounds(schemas)
+
+    def refuse_factor(schema: dict[str, Any], why: str) -> None:
+        if strict:
+            raise GrammarError(f"multipleOf: {why}")
+        del schema["multipleOf"]
+
+    check_multiples(schemas, refuse_factor)
     return copy
 
 

@@ -14,8 +14,10 @@ from typing import Any
 
 from toka_async.grammars.errors import GrammarError
 from toka_async.grammars.exact_schemas import make_exact
+from toka_async.grammars.schema_numbers import LOWEST, list_numbers
 
 START = re.compile(r"^start\s*:", re.MULTILINE)
+SCHEMA = re.compile(r"%json\s*")
 MAX_EBNF = 1 << 16  # characters; the library reads it in Python, at 1 MB a second
 SPECIAL = re.compile(r"[^\w ]|\n")  # what may have a meaning in a regular expression
 GUIDANCE = "x-guidance"  # key at a schema's top level with options of llguidance, which precede ours
@@ -90,6 +92,14 @@ def read_grammar(text: str) -> str:
     if len(text) > MAX_EBNF and not is_lark_syntax(text):
         raise GrammarError(f"EBNF of more than {MAX_EBNF} characters, which takes long to read; write it in Lark")
     try:
-        return str(any_to_lark(text))
+        lark = str(any_to_lark(text))
     except Exception as error:  # the library's own class is a bare Exception
         raise GrammarError(f"neither Lark nor EBNF: {' '.join(str(error).split())}") from None
+    for found in SCHEMA.finditer(lark):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(lark, found.end())
+        except (ValueError, RecursionError):
+            continue  # the library says so
+        if any(number < LOWEST for number in list_numbers(schema)):
+            raise GrammarError(f"a schema in it has a number below {LOWEST}, with which the library does not end")
+    return lark

@@ -18,6 +18,8 @@ EXACT = 1 << 53  # integers below it are exact as floats
 LEAST, MOST = -(1 << 63), (1 << 63) - 1
 LOWEST = -((1 << 63) - 1024)  # the least float that the library can negate as an integer
 FAR = 10**18  # from here on the library cannot write bounds that are open at the other side, nor those of floats
+MOST_FACTOR, MOST_DIGITS = (1 << 32) - 1, 9
+JOINING = frozenset(("allOf", "anyOf", "oneOf", "$ref"))  # keywords with which schemas come together
 NEAR_ZERO = 1e-30  # each digit nests its regular expression deeper, of which there is a limit
 
 
@@ -39,7 +41,7 @@ def check_numbers(schema: dict[str, Any], refuse: Refuse) -> None:
             elif not _is_bound_kept(name, value, is_integer):
                 refuse(name, f"{_shorten(value)} would be another bound")
     for name in ("const", "enum"):
-        if name in schema and (others := [each for each in _list_numbers(schema[name]) if not _is_kept(each)]):
+        if name in schema and (others := [each for each in list_numbers(schema[name]) if not _is_kept(each)]):
             refuse(name, f"{_shorten(others[0])} would be another number")
 
 
@@ -64,6 +66,29 @@ def part_bounds(schemas: Sequence[dict[str, Any]]) -> None:
             del schema["exclusiveMaximum"]
             most = math.nextafter(limit, -math.inf) if limit else -NEAR_ZERO
             schema["maximum"] = min(most, other) if _is_number(other := schema.get("maximum")) else most
+
+
+def check_multiples(schemas: Sequence[dict[str, Any]], refuse: Callable[[dict[str, Any], str], None]) -> None:
+    """Refuses factors of too many digits, and those that may come together as one of too many.
+
+    The library computes with 32 bits, and does not see that they overflow.
+    """
+    factors = dict[int, Decimal]()
+    for index, schema in enumerate(schemas):
+        if _is_number(value := schema.get("multipleOf")) and value:
+            factor = abs(Decimal(repr(value)))
+            digits = factor.normalize().as_tuple()
+            scale = -digits.exponent if isinstance(digits.exponent, int) else MOST_DIGITS
+            if scale > MOST_DIGITS or factor.scaleb(max(scale, 0)) > MOST_FACTOR:
+                refuse(schema, f"{_shorten(value)} has too many digits")
+            else:
+                factors[index] = factor
+    different = set(factors.values())
+    scale = max((-int(each.normalize().as_tuple().exponent) for each in different), default=0)
+    product = math.prod(int(each.scaleb(max(scale, 0))) for each in different)
+    if len(different) > 1 and product > MOST_FACTOR and any(JOINING & schema.keys() for schema in schemas):
+        for index in factors:
+            refuse(schemas[index], "the least common multiple of several may have too many digits")
 
 
 def _is_bound_kept(name: str, value: float, is_integer: bool) -> bool:
@@ -91,10 +116,11 @@ def _is_kept(value: float) -> bool:
     return LOWEST <= value <= MOST and min(int(float(value)), MOST) == value
 
 
-def _list_numbers(value: Any) -> list[float]:
+def list_numbers(value: Any) -> list[float]:
+    """Lists the numbers within a value of JSON."""
     if isinstance(value, dict | list):
         return [
-            each for inner in (value.values() if isinstance(value, dict) else value) for each in _list_numbers(inner)
+            each for inner in (value.values() if isinstance(value, dict) else value) for each in list_numbers(inner)
         ]
     return [value] if _is_number(value) else []
 

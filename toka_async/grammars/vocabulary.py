@@ -35,6 +35,7 @@ TOKEN_CLASSES = [
 ]
 _EXCERPT = re.compile(r"\n\s*\d+ \| .*|<backtrace>.*", re.DOTALL)  # the grammar's lines around an error
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+_UNTOLD = re.compile(r"Unable to determine if regex is empty: .*", re.DOTALL)
 _UNSAID = {"<non-verbose/>": "", "NoExtensionBias": "it has no end, so no output matches it"}
 
 
@@ -110,5 +111,6 @@ def shorten_error(error: str) -> str:
     """Makes llguidance's words one line, without its excerpt of the grammar."""
     for name, meaning in _UNSAID.items():
         error = error.replace(name, meaning)
+    error = _UNTOLD.sub("pattern: it takes too much work to tell whether a text matches all that allOf asks", error)
     text = " ".join(_PLACE.sub("", _EXCERPT.sub("", error)).split())
     return text if len(text) <= LONGEST_ERROR else f"{text[:LONGEST_ERROR]}…"

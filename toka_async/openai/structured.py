@@ -135,7 +135,10 @@ def write_response_format(wish: OutputFormat) -> str:
     param = "response_format.json_schema"
     if wish.json_schema is None:
         raise bad_request(f"'{param}' is missing", param=param)
-    return write_schema(wish.json_schema.wanted, f"{param}.schema", strict=wish.json_schema.strict)
+    param = f"{param}.schema"
+    if wish.json_schema.strict and wish.json_schema.wanted is True:  # which is what an absent one means
+        raise bad_request(f"'{param}' is missing: with 'strict' the answer must have a schema", param=param)
+    return write_schema(wish.json_schema.wanted, param, strict=wish.json_schema.strict)
 
 
 def write_structured_outputs(wish: StructuredOutputs) -> str:

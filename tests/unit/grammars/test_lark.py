@@ -90,8 +90,23 @@ def test_a_schema_that_forbids_nothing_takes_any_json(schema: bool | dict[str, o
 
 
 def test_a_schema_that_forbids_all_is_refused() -> None:
-    with pytest.raises(GrammarError):
-        make_vocabulary().compile(make_grammar(write_json(False, strict=True)))
+    for strict in (True, False):
+        with pytest.raises(GrammarError, match="the schema is false"):
+            write_json(False, strict=strict)
+
+
+def test_patterns_that_are_too_much_work_are_named() -> None:
+    words = ("red", "green", "blue", "yellow", "black", "white", "brown", "pink", "grey", "cyan", "lime", "teal")
+    schema = {"type": "string", "allOf": [{"pattern": word} for word in words]}
+    with pytest.raises(GrammarError, match=r"^pattern: .* allOf asks$"):
+        make_vocabulary().compile(make_grammar(write_json(schema, strict=True)))
+
+
+def test_a_schema_within_lark_does_not_end_the_process() -> None:
+    """The library would call itself without end: a segmentation fault."""
+    assert matches(read_grammar('start: "a" %json {"const": [-5, "%json"]}'), 'a[-5,"%json"]')
+    with pytest.raises(GrammarError, match="does not end"):
+        read_grammar('start: %json { "const": [-9223372036854775808] }')
 
 
 def test_the_official_suite_has_no_invalid_document_that_strict_accepts() -> None:

@@ -59,6 +59,8 @@ def test_no_pair_of_bounds_allows_a_number_beyond_them() -> None:
         ({"type": ["integer", "null"], "minimum": -(2**63), "maximum": 2**63 - 1}, "5", "0.5"),
         ({"type": "integer", "minimum": 2**53, "maximum": 1e300}, "9007199254740992", "9007199254740991"),
         ({"type": "integer", "maximum": 2**64 - 1}, "5", "0.5"),
+        ({"type": "number", "allOf": [{"multipleOf": 0.5}, {"multipleOf": 0.3}]}, "1.5", "1"),
+        ({"type": "array", "prefixItems": [{"multipleOf": 70000}, {"multipleOf": 90001}]}, "[70000,90001]", "[1]"),
         ({"enum": [2**53, 2**63 - 1, 7]}, "9223372036854775807", "9223372036854775806"),
         ({"const": {"id": [2**60]}}, '{"id":[1152921504606846976]}', '{"id":[1152921504606847000]}'),
     ],
@@ -85,6 +87,11 @@ def test_what_is_taken_is_exact(schema: Any, right: str, wrong: str) -> None:
         ({"type": "number", "maximum": float("inf")}, "maximum"),
         ({"type": "number", "minimum": 2**57}, "minimum"),
         ({"minimum": 10**30}, "minimum"),
+        ({"multipleOf": 10**12}, "multipleOf"),
+        ({"multipleOf": 0.30000000000000004}, "multipleOf"),
+        ({"multipleOf": 1e-300}, "multipleOf"),
+        ({"type": "integer", "allOf": [{"multipleOf": 65536}, {"multipleOf": 65537}]}, "multipleOf"),
+        ({"allOf": [{"multipleOf": 0.01}, {"multipleOf": 50000000}]}, "multipleOf"),
     ],
 )
 def test_a_number_that_would_be_another_one_is_refused_by_name_or_left_out(schema: Any, keyword: str) -> None:

@@ -60,6 +60,9 @@ def test_only_openais_field_is_lenient_and_only_without_strict() -> None:
 
     assert matches(ask(), "[1,1]")
     assert '"lenient": false' in ask(strict=True)
+    looking = {"type": "string", "pattern": "^(?=x).*$"}
+    assert matches(ask(schema=looking), '"a"')
+    assert "pattern" in refuse(guided_json=looking).message
     assert '"lenient": false' in find(guided_json=LIST).text
     assert matches(find(guided_json={**LIST, "x-guidance": {"lenient": True}}).text, "[1,1]")
 
@@ -89,6 +92,13 @@ def test_properties_may_be_named_as_keywords_are(name: str) -> None:
     ("fields", "param"),
     [
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": True}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"guided_json": False}, "guided_json"),
+        ({"structured_outputs": {"grammar": 'start: %json {"const": -1e30}'}}, "structured_outputs.grammar"),
+        ({"guided_json": {"type": "string", "pattern": "(?i)a"}}, "guided_json"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),

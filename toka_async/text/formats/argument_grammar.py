@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from toka_async.grammars.errors import GrammarError
 from toka_async.grammars.lark import GUIDANCE, write_json, write_regex, write_text
+from toka_async.grammars.patterns import translate
 from toka_async.grammars.schema_types import CHOICES, TYPES, resolve, schema_types
 from toka_async.text.formats.output_grammar import UnwritableError, find_shared
 from toka_async.text.formats.typed_text import read_typed
@@ -287,7 +289,10 @@ def write_search(pattern: str) -> str:
     before, after = "" if pattern.startswith("^") else ANY, "" if is_end else ANY
     if UNENFORCED.search(inner) or ("|" in inner and not (before and after)):
         return ""
-    return write_regex(f"{before}({inner}){after}")
+    try:
+        return write_regex(f"{before}({translate(inner)}){after}")
+    except GrammarError:
+        return ""
 
 
 def _reads_back(text: str, value: Any, schema: Any) -> bool:
