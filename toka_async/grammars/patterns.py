@@ -77,7 +77,7 @@ class _Translation:
                 parts.append("|")
                 here.is_first, here.is_over, here.can_repeat = here.began_first, False, False
             elif character == "^":
-                if not here.is_first:
+                if not here.is_first or here.is_over:
                     raise self._refuse("^ within")
                 self.at += 1
                 parts.append("^")

@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 Refuse = Callable[[str, str], None]  # keyword, why
 
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+NUMERIC = frozenset((*LOWER, *UPPER, "const", "enum"))
 EXACT = 1 << 53  # integers below it are exact as floats
 LEAST, MOST = -(1 << 63), (1 << 63) - 1
 LOWEST = -((1 << 63) - 1024)  # the least float that the library can negate as an integer
@@ -28,6 +29,8 @@ def check_numbers(schema: dict[str, Any], refuse: Refuse) -> None:
 
     A constant of the least integer would make the library call itself without end, which ends the process.
     """
+    if not NUMERIC & schema.keys():
+        return
     for name, exclusive in (LOWER, UPPER):
         if isinstance(is_exclusive := schema.get(exclusive), bool):  # as draft 4 has it
             del schema[exclusive]
@@ -39,7 +42,7 @@ def check_numbers(schema: dict[str, Any], refuse: Refuse) -> None:
             if is_integer and name in LOWER and value < LOWEST:
                 schema[name] = LOWEST
             elif not _is_bound_kept(name, value, is_integer):
-                refuse(name, f"{_shorten(value)} would be another bound")
+                refuse(name, f"{_shorten(value)} is too far from 0 for an exact bound")
     for name in ("const", "enum"):
         if name in schema and (others := [each for each in list_numbers(schema[name]) if not _is_kept(each)]):
             refuse(name, f"{_shorten(others[0])} would be another number")

@@ -7,11 +7,13 @@ from typing import Any
 from urllib.parse import unquote
 
 # Keywords whose values are a schema, or a list of them; and those whose values are schemas by name.
-SCHEMAS = (
-    *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains", "allOf", "anyOf", "oneOf", "not"),
-    *("if", "then", "else", "additionalProperties", "unevaluatedProperties", "propertyNames", "contentSchema"),
+SCHEMAS = frozenset(
+    (
+        *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains", "allOf", "anyOf", "oneOf", "not"),
+        *("if", "then", "else", "additionalProperties", "unevaluatedProperties", "propertyNames", "contentSchema"),
+    )
 )
-NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"))
 
 
 def list_schemas(root: Any) -> Iterator[dict[str, Any]]:
@@ -26,13 +28,13 @@ def list_schemas(root: Any) -> Iterator[dict[str, Any]]:
             continue
         seen.add(id(schema))
         yield schema
-        for name in SCHEMAS:
-            inner = schema.get(name)
-            found += inner if isinstance(inner, list) else [inner]
-        for name in NAMED:
-            if isinstance(inner := schema.get(name), dict):
-                found += inner.values()
-        found.append(_find_target(schema.get("$ref"), root))
+        for name, inner in schema.items():
+            if name in SCHEMAS:
+                found += inner if isinstance(inner, list) else [inner]
+            elif name in NAMED:
+                found += inner.values() if isinstance(inner, dict) else []
+            elif name == "$ref":
+                found.append(_find_target(inner, root))
 
 
 def _find_target(reference: Any, root: Any) -> Any:

@@ -220,9 +220,9 @@ def read_own_grammar(wish: str, param: str) -> str:
         raise bad_request(f"'{param}' is {error}", param=param) from None
 
 
-def close_objects(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
+def close_objects(schema: Any) -> Any:
     """Forbids properties that objects with named properties do not name, wherever the schema leaves that open."""
-    closed: dict[str, Any] | bool = json.loads(json.dumps(schema))
+    closed = json.loads(json.dumps(schema))
     for each in list_schemas(closed):
         if each.keys() & {"properties", "patternProperties"}:
             each.setdefault("additionalProperties", False)

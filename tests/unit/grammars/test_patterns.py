@@ -71,7 +71,21 @@ def test_texts_match_as_a_whole_or_in_part(pattern: str, texts: list[str], other
         *("[a-z&&[b]]", "[[:alpha:]]", "a(?i)b", "(?i)a", "(?i:a)", r"\u{61}", r"\x{61}", r"\pL", "(?P<n>a)", "(?x) a"),
         *(r"\Aa", r"a\z", r"\a", r"\e", r"\Qa\E", r"a\b", r"\Ba", r"(a)\1", r"\0", r"^\x00$", r"[\x00]", r"\u0000"),
         *("(?=a)", "(?!a)", "(?<=a)", "(?<!a)", "[]a]", "[^]", "[", "[a", "(", ")", "*a", "a**", "a{2}+", "a*+", "{"),
-        *("a{,3}", "[b-a]", "a^b", "x*^a", "(a$)b", "^(a|b$)c?", "(^a)*", "^*", r"\ud83d", "\\", r"\p{Greek}", "[a-"),
+        *(
+            "a{,3}",
+            "[b-a]",
+            "a^b",
+            "x*^a",
+            "(a$)b",
+            "^(a|b$)c?",
+            "(^a)*",
+            "^*",
+            "$^",
+            r"\ud83d",
+            "\\",
+            r"\p{Greek}",
+            "[a-",
+        ),
     ],
 )
 def test_what_only_one_dialect_has_is_refused_by_name(pattern: str) -> None:
