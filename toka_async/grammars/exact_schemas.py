@@ -13,7 +13,7 @@ from typing import Any
 from toka_async.grammars.errors import GrammarError
 from toka_async.grammars.patterns import translate
 from toka_async.grammars.schema_numbers import check_multiples, check_numbers, part_bounds
-from toka_async.grammars.schema_parts import list_schemas
+from toka_async.grammars.schema_parts import copy_schema, list_schemas
 
 MOST_KNOWN = 1024  # sets of patterns
 DRAFTS = (
@@ -24,10 +24,7 @@ DRAFTS = (
 
 def make_exact(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
     """Returns a schema for the library. Raises GrammarError where it is strict, which names the keyword."""
-    try:
-        copy: dict[str, Any] = json.loads(json.dumps(schema))
-    except RecursionError:
-        raise GrammarError("the schema is nested too deeply") from None
+    copy: dict[str, Any] = copy_schema(schema)
     schemas = []
     for each in list_schemas(copy):
         check(each, strict)

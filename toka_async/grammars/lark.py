@@ -101,5 +101,5 @@ def read_grammar(text: str) -> str:
         except (ValueError, RecursionError):
             continue  # the library says so
         if any(number < LOWEST for number in list_numbers(schema)):
-            raise GrammarError(f"a schema in it has a number below {LOWEST}, with which the library does not end")
+            raise GrammarError(f"no grammar for the library: with a number below {LOWEST} in a schema it does not end")
     return lark

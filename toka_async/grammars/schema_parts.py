@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
+
+from toka_async.grammars.errors import GrammarError
 
 # Keywords whose values are a schema, or a list of them; and those whose values are schemas by name.
 SCHEMAS = frozenset(
@@ -14,6 +17,14 @@ SCHEMAS = frozenset(
     )
 )
 NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"))
+
+
+def copy_schema(schema: Any) -> Any:
+    """Raises GrammarError."""
+    try:
+        return json.loads(json.dumps(schema))
+    except RecursionError:
+        raise GrammarError("the schema is nested too deeply") from None
 
 
 def list_schemas(root: Any) -> Iterator[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from toka_async.grammars.errors import GrammarError
 from toka_async.grammars.lark import make_grammar, read_grammar, write_choice, write_json, write_regex
-from toka_async.grammars.schema_parts import list_schemas
+from toka_async.grammars.schema_parts import copy_schema, list_schemas
 from toka_async.grammars.vocabulary import EXTRA, is_installed
 from toka_async.openai.errors import ApiError, bad_request
 from toka_async.openai.requests import GenerationFields, OutputFormat, StructuredOutputs
@@ -185,9 +185,9 @@ def write_schema(
 ) -> str:
     """Writes the grammar of a schema's documents. Raises ApiError (400), which names the keyword if that is wrong."""
     schema = read_schema(wish, param)
-    if is_closed:
-        schema = close_objects(schema)
     try:
+        if is_closed:
+            schema = close_objects(schema)
         return make_grammar(write_json(schema, strict=strict, options=spacing))
     except GrammarError as error:
         message = f"'{param}' cannot be enforced: {error}"
@@ -221,8 +221,11 @@ def read_own_grammar(wish: str, param: str) -> str:
 
 
 def close_objects(schema: Any) -> Any:
-    """Forbids properties that objects with named properties do not name, wherever the schema leaves that open."""
-    closed = json.loads(json.dumps(schema))
+    """Forbids properties that objects with named properties do not name, wherever the schema leaves that open.
+
+    Raises GrammarError.
+    """
+    closed = copy_schema(schema)
     for each in list_schemas(closed):
         if each.keys() & {"properties", "patternProperties"}:
             each.setdefault("additionalProperties", False)

@@ -116,6 +116,7 @@ def test_the_older_form() -> None:
         ({"format": {"type": "dispatch", "rules": []}}, "dispatch"),
         ({"format": {**JSON, "style": "qwen_xml"}}, "style"),
         ({"format": {**JSON, "any_order": True}}, "any_order"),
+        ({"format": {"type": "json_schema", "json_schema": {"const": 2**53 + 1}}}, "const"),
         ({"format": {**TEXT, "more": 1}}, "more"),
         ({"format": {"type": "sequence", "elements": [TEXT, F]}}, "last part"),
         ({"format": {"type": "star", "content": triggered(F)}}, "last part"),

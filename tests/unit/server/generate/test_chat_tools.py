@@ -24,6 +24,8 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "time"}},
 ]
 DASHED = {"type": "function", "function": {"name": "not-python"}}
+LOOKING = {"name": "f", "parameters": {"properties": {"a": {"type": "string", "pattern": "^(?=x).*$"}}}}
+LOOKING_STRICTLY = {"type": "function", "function": {**LOOKING, "strict": True}}
 STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
 
 
@@ -233,6 +235,7 @@ async def test_special_tokens_that_mark_calls_are_read_and_others_left_out(stop:
         ("{{ messages }}{{ tools }}", {}, "tools"),
         ("{{ tools }}[func_name1(", {"tool_choice": "required", "tools": [DASHED]}, "tool_choice"),
         ("{{ tools }}[func_name1(", {"tools": [DASHED, STRICT]}, "tools[1].function.strict"),
+        (TEMPLATE, {"tools": [LOOKING_STRICTLY]}, "tools[0].function.strict"),
         (TEMPLATE, {"tool_choice": "required", "guided_regex": "a"}, "guided_regex"),
         (TEMPLATE, {"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
         (TEMPLATE, {"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function"),
@@ -279,6 +282,14 @@ async def test_a_call_that_must_be_made_is_a_grammar(choice: Any, has_time: bool
     assert '"const": "weather"' in grammar
     assert ('"const": "time"' in grammar) == has_time
     assert grammar.startswith("start: toka_thought toka_output")
+
+
+async def test_a_call_that_must_be_made_leaves_out_what_cannot_be_enforced() -> None:
+    async with answering() as server:
+        body = {"messages": MESSAGES, "tools": [{"type": "function", "function": LOOKING}], "tool_choice": "required"}
+        await server.ok(PATH, body)
+        (submit,) = server.scheduler.submits
+    assert '"a": {"type": "string"}' in submit.sampling.grammar
 
 
 async def test_a_strict_tool_makes_a_grammar_in_which_text_is_free() -> None:
