@@ -2,7 +2,8 @@
 
 llguidance limits how many states it makes while it reads lexemes, but not two kinds of work before that: it looks for a
 text that matches all expressions of an intersection, and it makes a state for each remainder of a division. Either can
-be exponential in the length of the grammar. What this module does not know is taken for cheap.
+be exponential in the length of the grammar. Patterns of names are intersected with each other, so many of them take
+long, too. What this module does not know is taken for cheap.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from decimal import Decimal, InvalidOperation
 MOST_CHARACTERS = 1 << 16
 MOST_EXPRESSIONS = 6  # which one string may have to match at once: with 13 the library takes seconds, with 16 minutes
 MOST_REMAINDERS = 1000  # of a division: 100,000 take 0.7 s
-_INTERSECTION = re.compile(r"[&~]")  # of Lark; also within an expression, which costs a little time and nothing else
+# In Lark, and names in JSON; anywhere else these cost a little time and nothing else.
+_INTERSECTION = re.compile(r'[&~]|"patternProperties"')
 _MERGED = re.compile(r'"(allOf|\$ref|\$dynamicRef|anyOf|oneOf)"\s*:')
-_EXPRESSION = re.compile(r'"(pattern|format|patternProperties)"\s*:')
+_EXPRESSION = re.compile(r'"(pattern|format)"\s*:')
 _DIVISOR = re.compile(r'"multipleOf"\s*:\s*([^\s,}\]]+)')
 
 

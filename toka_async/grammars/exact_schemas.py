@@ -16,6 +16,7 @@ from toka_async.grammars.schema_numbers import check_multiples, check_numbers, p
 from toka_async.grammars.schema_parts import copy_schema, list_schemas
 
 MOST_KNOWN = 1024  # sets of patterns
+MOST_NAMES = 16  # patterns that are compared with each other while a request is read
 DRAFTS = (
     *("https://json-schema.org/draft/2020-12/schema", "https://json-schema.org/draft/2019-09/schema"),
     *(f"http://json-schema.org/draft-0{number}/schema" for number in (7, 6, 4)),
@@ -70,10 +71,12 @@ def check(schema: dict[str, Any], strict: bool) -> None:
 def translate_names(named: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
     """Translates the patterns of names. Raises GrammarError, also where two match one name and the schema is lenient.
 
-    If it is strict, the library says so itself: it may take long to find out.
+    If it is strict, the library says so itself: it may take long to find out. Of many patterns nobody asks it here.
     """
     translated = {translate(pattern): schema for pattern, schema in named.items()}
-    if len(translated) < len(named) or (len(named) > 1 and not strict and have_common(tuple(translated))):
+    if len(translated) < len(named):
+        raise GrammarError("a name may match several patterns")
+    if len(named) > 1 and not strict and (len(named) > MOST_NAMES or have_common(tuple(translated))):
         raise GrammarError("a name may match several patterns")
     return translated
 

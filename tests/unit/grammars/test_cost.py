@@ -42,6 +42,7 @@ def test_ordinary_schemas_are_cheap(schema: dict[str, Any]) -> None:
         {"allOf": [{"multipleOf": number} for number in (7, 11, 13, 17)]},
         {"multipleOf": 0.00001023},
         {"enum": ["x" * MOST_CHARACTERS]},
+        {"type": "object", "patternProperties": {"^a": {"type": "null"}}},
     ],
 )
 def test_intersections_divisions_and_size_are_costly(schema: dict[str, Any]) -> None:

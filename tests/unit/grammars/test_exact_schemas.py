@@ -6,6 +6,7 @@ import pytest
 
 from tests.cases.grammars import matches
 from toka_async.grammars.errors import GrammarError
+from toka_async.grammars.exact_schemas import MOST_NAMES, make_exact
 from toka_async.grammars.lark import make_grammar, write_json
 
 
@@ -71,3 +72,12 @@ def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
         schema = {"not": schema}
     with pytest.raises(GrammarError, match="too deeply"):
         write_json(schema, strict=False)
+
+
+def test_many_lenient_patterns_of_names_are_left_out_at_once() -> None:
+    """The library would compare each with each other, in the server's loop."""
+    named: dict[str, Any] = {f"^{number}_": {} for number in range(MOST_NAMES + 1)}
+    schema = make_exact({"patternProperties": named, "additionalProperties": False}, strict=False)
+    assert schema == {}
+    del named["^0_"]
+    assert len(make_exact({"patternProperties": named}, strict=False)["patternProperties"]) == MOST_NAMES
