@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 MOST_SECONDS = 1  # of a processor, and up to one more
 MOST_BYTES = 1 << 30  # more than the process has with its tokens
 EXCESSIVE = f"compiling it takes more than {MOST_SECONDS} s of a processor or {MOST_BYTES >> 30} GiB of memory"
-_COMMAND = (sys.executable, "-m", "toka_async.grammars.limited_process")
+# Like this process, it imports nothing from the working directory.
+_COMMAND = (sys.executable, *["-P"] * sys.flags.safe_path, "-m", "toka_async.grammars.limited_process")
 
 
 class CheckedTokens(msgspec.Struct, frozen=True):
