@@ -54,7 +54,7 @@ def use_chats(client: Any) -> None:
     for choice in called.choices:
         assert choice.message.tool_calls
         assert all(isinstance(each.function.parsed_arguments, Pay) for each in choice.message.tool_calls)
-    free = client.chat.completions.parse(**asked, n=N, tools=tools, max_tokens=60)  # strict, and its own choice
+    free = client.chat.completions.parse(**asked, n=N, tools=tools, max_tokens=200)  # strict, and its own choice
     assert len(free.choices) == N
     with client.chat.completions.stream(**asked, n=N, tools=tools, tool_choice="required") as stream:
         done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
