@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from tests.drivers.engine import Engine
 from tests.drivers.paged_rows import PagedRow, run_rows
+from tests.scripts import load_script
 from toka_async.attention.kv_cache import make_cache
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.checkpoint.spec import read_spec
@@ -41,12 +40,7 @@ class RoundedInputs(TorchOps):
 
 
 def write_texts() -> list[list[int]]:
-    location = importlib.util.spec_from_file_location("demo_problems", ROOT / "scripts" / "demo_problems.py")
-    assert location is not None
-    assert location.loader is not None
-    problems = importlib.util.module_from_spec(location)
-    sys.modules["demo_problems"] = problems  # dataclasses look their module up by name
-    location.loader.exec_module(problems)
+    problems = load_script("demo_problems")
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     found = itertools.islice(problems.generate(7, held_out=True), NUM_TEXTS)
     return [tokenizer.encode(problem.prompt + problem.completion).ids for problem in found]

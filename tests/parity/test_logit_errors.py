@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -13,6 +10,7 @@ from torch import Tensor
 
 from tests.cases.models import make_checkpoint
 from tests.cases.quantized import SIZES
+from tests.scripts import load_script
 from toka_async.checkpoint.limits import RankLimits
 from toka_async.checkpoint.spec import ModelError, read_spec
 from toka_async.model.decoder import Decoder
@@ -20,24 +18,11 @@ from toka_async.model.matrices.fp8 import Fp8Matrix
 from toka_async.model.matrices.ops import Ops, TorchOps
 from toka_async.model.weights import build_decoder, random_weights
 
-ROOT = Path(__file__).resolve().parents[2]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 
 
-def _script(name: str) -> ModuleType:
-    """Import a script by its path: the scripts are no package."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up by name while they are made.
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-errors = _script("measure_logit_errors")
+errors = load_script("measure_logit_errors")
 
 
 def build(folder: Path, quantize: str, ops: Ops) -> Decoder:

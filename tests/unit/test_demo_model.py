@@ -5,13 +5,10 @@ model is right is measured by ``scripts/train_demo_model.py`` and stated in the 
 load the model.
 """
 
-import importlib.util
 import itertools
 import json
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 
 import jinja2
@@ -20,23 +17,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
+from tests.scripts import load_script
+
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "toka_async" / "demo"
 
 
-def _script(name: str) -> ModuleType:
-    """Import a script by its path: the scripts are no package."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up by name while they are made.
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-problems = _script("demo_problems")
+problems = load_script("demo_problems")
 
 
 def _json(name: str) -> dict[str, Any]:

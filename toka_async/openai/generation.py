@@ -99,8 +99,8 @@ class GenerationParams:
     of a stream has its sample's usage so far. pad_chunks: chunks hide the length of their text. pack_logprobs: samples'
     log-probs are arrays in the response's `system_fingerprint`. pack_columns: all log-probs are arrays in fields of
     their own. grammar_param: the field that outputs' grammar comes from. kept_tools: the functions whose
-    calls are kept to schemas by that grammar, with each one's schema and whether it is strict. has_text: the answer has
-    the samples' texts.
+    calls that grammar keeps to schemas, with each one's schema and whether it is strict. has_text: the answer has the
+    samples' texts.
     request_id: the client's; empty: it gave none. is_parsed: reasoning and tool calls are told from the text, which has
     the special tokens that mark them. thinking_budget: the most tokens of a thought, where `sampling.grammar` does not
     say so already; None or -1: any number.

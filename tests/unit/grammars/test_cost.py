@@ -55,7 +55,19 @@ def test_operations_of_lark_are_costly(operation: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("divisor", "remainders"), [("7", 7), ("700", 7), ("0.07", 7), ("1e3", 1), ("12.5", 125), ("x", 1), ("null", 1)]
+    ("divisor", "remainders"),
+    [
+        *(
+            ("7", 7),
+            ("700", 7),
+            ("0.07", 7),
+            ("1e3", 1),
+            ("12.5", 125),
+            ("-7e999999999", 7),
+            ("9" * 5000, 9_999_999_999),
+        ),
+        *(("NaN", 1), ("null", 1), ('"x"', 1), ("{", 1)),
+    ],
 )
 def test_zeros_at_the_end_do_not_count(divisor: str, remainders: int) -> None:
     assert count_remainders(divisor) == remainders
