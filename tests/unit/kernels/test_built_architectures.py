@@ -47,6 +47,7 @@ CASES: list[Case] = [  # what takes most shared memory, and each kind of kernel 
     (90, "experts", QWEN3 | {"dtype": BF16, "by_block": True}),
     (120, "sampling", {"dtype": BF16, "vocab": 128_256}),
     (86, "states", QWEN3_5 | {"dtype": BF16}),
+    (90, "states", QWEN3_5 | {"dtype": BF16}),
 ]
 EVERY: list[Case] = [
     *(

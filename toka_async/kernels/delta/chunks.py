@@ -1,10 +1,13 @@
 """The gated delta rule for chunks of prompts, by pieces of some tokens (arXiv:2412.06464, section 3.3).
 
-Within a piece each token's value depends on those before it by a triangular system. A first kernel solves it for all
-pieces at once, as far as it does not depend on the state; a second one takes the states of chunks through their pieces.
+Within a piece each token's value depends on those before it by a triangular system. A first kernel computes for all
+pieces at once what does not depend on the state; a second one takes the states of chunks through their pieces, one
+after the other, and so does as little as it can.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,11 +19,37 @@ from toka_async.kernels.delta.step import load_rates
 from toka_async.kernels.launches.sizes import divide_up, round_to_power
 
 _BLOCKS = 4  # of a piece, whose systems are solved row by row; the rest is products
-_VALUES = 32  # of a head, whose states one program takes through the pieces
 _SOLVING = 1  # programs of a multiprocessor, beside which those of decoding rows run
 _CHUNKS = 16  # programs that keep chunks' newest inputs, for each part of the channels
-_TOKENS_BESIDE = 4096  # of a step with decoding rows, for each program that reads: more would take rows' registers
+# Of a step with decoding rows, for each program that reads: more would take rows' registers. Twice as many where a
+# program has a smaller part of the states.
+_TOKENS_BESIDE = 2048
 _REGISTERS = 168  # of a thread that solves 16-bit values, so that three programs fit a multiprocessor
+_MOST_KEYS = 128  # of a head, of which a Hopper chip's shared memory holds three pieces
+
+
+@dataclass(slots=True, frozen=True)
+class ReadTile:
+    """values: of a head, whose states one program takes through the pieces. stages: see Triton's `num_stages`.
+
+    registers: of a thread; None: as many as the compiler takes.
+    """
+
+    values: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+
+def choose_tile(dtype: torch.dtype, key_pad: int, device: torch.device) -> ReadTile:
+    """With three stages a Hopper chip loads two pieces ahead, into most of a multiprocessor's shared memory."""
+    if dtype == torch.float32:
+        return ReadTile(16, 8, 1)
+    return ReadTile(128, 8, 3) if is_hopper(device) and key_pad <= _MOST_KEYS else ReadTile(32, 4, 2)
+
+
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def count_piece_tokens(dtype: torch.dtype) -> int:
@@ -36,7 +65,7 @@ def count_programs(num_tokens: int, heads: int, device: torch.device) -> Program
     of_pieces = num_tokens  # at most
     if not has_tensor_memory(device):  # which does not hold what a loop over pieces keeps there
         of_pieces = max(1, _SOLVING * _count_processors(device) // heads)
-    readers = max(1, round(num_tokens / _TOKENS_BESIDE))
+    readers = max(1, round(num_tokens / (_TOKENS_BESIDE if is_hopper(device) else 2 * _TOKENS_BESIDE)))
     return Programs(min(num_tokens, of_pieces), min(num_tokens, _CHUNKS), min(num_tokens, readers))
 
 
@@ -67,6 +96,7 @@ def read_chunks(
     output = convolved.new_empty(num_tokens, shape.num_values)
     assert states[0].is_contiguous()
     assert convolved.is_contiguous()
+    tokens = count_piece_tokens(convolved.dtype)
     key_pad, value_pad = (max(16, round_to_power(dim)) for dim in (shape.key_dim, shape.value_dim))
     dims = {
         "key_heads": shape.num_key_heads,
@@ -74,12 +104,13 @@ def read_chunks(
         "key_dim": shape.key_dim,
         "value_dim": shape.value_dim,
         "key_pad": key_pad,
-        "tokens": count_piece_tokens(convolved.dtype),
+        "tokens": tokens,
         "precision": "tf32x3" if convolved.dtype == torch.float32 else "tf32",
     }
-    decays = torch.empty(num_tokens, heads, dtype=torch.float32, device=convolved.device)
+    scores = convolved.new_empty(num_tokens, heads, tokens)
+    decays = torch.empty(heads, num_tokens, 2, dtype=torch.float32, device=convolved.device)
     of_pieces = chunks.counts, chunks.pieces
-    solved = learned, reads, decays
+    solved = learned, reads, scores, decays
     _solve[chunks.programs.pieces, heads](
         convolved,
         gates,
@@ -88,6 +119,7 @@ def read_chunks(
         weights.time_bias,
         *of_pieces,
         *solved,
+        num_tokens,
         value_pad=value_pad,
         count=_BLOCKS,
         takes_several=3 * chunks.programs.pieces < len(chunks.pieces),
@@ -95,7 +127,8 @@ def read_chunks(
         maxnreg=None if convolved.dtype == torch.float32 else _REGISTERS,
         **dims,
     )
-    values = min(_VALUES // 2 if convolved.dtype == torch.float32 else _VALUES, value_pad)
+    tile = choose_tile(convolved.dtype, key_pad, convolved.device)
+    values = min(tile.values, value_pad)
     _read[chunks.programs.readers, heads, divide_up(shape.value_dim, values)](
         convolved,
         states,
@@ -104,15 +137,17 @@ def read_chunks(
         chunks.chunks,
         *solved,
         output,
+        num_tokens,
         values=values,
-        num_warps=8 if convolved.dtype == torch.float32 else 4,
-        num_stages=2,
+        num_warps=tile.warps,
+        maxnreg=tile.registers,
+        stages=tile.stages,
         **dims,
     )
     return output
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _solve(
     convolved,
     gates,
@@ -123,7 +158,9 @@ def _solve(
     pieces,
     learned,
     reads,
+    scores,
     decays,
+    num_tokens,
     key_heads: tl.constexpr,
     value_heads: tl.constexpr,
     key_dim: tl.constexpr,
@@ -137,6 +174,7 @@ def _solve(
 ):
     """One program solves one head of a piece: what tokens learn without a state, and how much of one they replace.
 
+    It also stores the products of queries and keys, and how much decays: until a token, and from it to the last one.
     takes_several: there may be more pieces than programs.
     """
     if takes_several:
@@ -151,7 +189,9 @@ def _solve(
                 pieces + 3 * number,
                 learned,
                 reads,
+                scores,
                 decays,
+                num_tokens,
                 key_heads,
                 value_heads,
                 key_dim,
@@ -172,7 +212,9 @@ def _solve(
             pieces + 3 * tl.program_id(0),
             learned,
             reads,
+            scores,
             decays,
+            num_tokens,
             key_heads,
             value_heads,
             key_dim,
@@ -195,7 +237,9 @@ def _solve_piece(
     piece,
     learned,
     reads,
+    scores,
     decays,
+    num_tokens,
     key_heads: tl.constexpr,
     value_heads: tl.constexpr,
     key_dim: tl.constexpr,
@@ -208,27 +252,35 @@ def _solve_piece(
 ):
     head, t, i, j = tl.program_id(1), tl.arange(0, tokens), tl.arange(0, key_pad), tl.arange(0, value_pad)
     num_channels: tl.constexpr = 2 * key_heads * key_dim + value_heads * value_dim
-    of_key = (key_heads + head // (value_heads // key_heads)) * key_dim + i
-    of_value = 2 * key_heads * key_dim + head * value_dim + j
-    is_before = t[:, None] > t[None, :]
-    first, length = tl.load(piece), tl.load(piece + 1)
-    inside = t < length
-    token = (first + tl.where(inside, t, 0)).to(tl.int64)
+    first, length = tl.load(piece).to(tl.int64), tl.load(piece + 1)
+    is_before, inside = t[:, None] > t[None, :], t < length
     in_keys, in_values = inside[:, None] & (i < key_dim)[None, :], inside[:, None] & (j < value_dim)[None, :]
-    key = tl.load(convolved + token[:, None] * num_channels + of_key[None, :], mask=in_keys, other=0.0)
-    beta, decay = load_rates(gates + token * gate_stride, log_decay, time_bias, head, value_heads)
+    rates = gates + first * gate_stride + t * gate_stride
+    beta, decay = load_rates(rates, log_decay, time_bias, head, value_heads, inside)
     beta, total = tl.where(inside, beta, 0.0), tl.cumsum(tl.where(inside, decay, 0.0), 0)
-    tl.store(decays + token * value_heads + head, total, mask=inside)
+    last = tl.sum(tl.where(t == length - 1, total, 0.0), 0)
+    scales = tl.join(tl.exp(total), tl.exp(tl.where(inside, last - total, 0.0)))
+    of_decays = 2 * t[:, None] + tl.arange(0, 2)[None, :]
+    tl.store(decays + 2 * (head * num_tokens + first) + of_decays, scales, mask=inside[:, None])
     remains = tl.exp(tl.where(is_before, total[:, None] - total[None, :], 0.0))
+    queries = convolved + first * num_channels + head // (value_heads // key_heads) * key_dim
+    of_query, place = t[:, None] * num_channels + i[None, :], first * value_heads + head
+    key = tl.load(queries + key_heads * key_dim + of_query, mask=in_keys, other=0.0)
+    query = tl.load(queries + of_query, mask=in_keys, other=0.0)
+    score = tl.dot(query, tl.trans(key), input_precision=precision) * remains
+    score = tl.where(t[:, None] >= t[None, :], score, 0.0).to(key.dtype)
+    tl.store(scores + place * tokens + t[:, None] * (value_heads * tokens) + t[None, :], score, mask=inside[:, None])
+    # Loaded again, as it would otherwise take registers all the time.
+    key = tl.load(queries + key_heads * key_dim + of_query, mask=in_keys, other=0.0)
     system = tl.dot(key, tl.trans(key), input_precision=precision) * remains * beta[:, None]
     inverse = _invert(tl.where(is_before, system, 0.0), tokens, count, precision) * beta[None, :]
-    place = (token * value_heads + head)[:, None]
     of_keys = (inverse * tl.exp(total)[None, :]).to(key.dtype)
-    solved_keys = tl.dot(of_keys, key, input_precision=precision)
-    tl.store(reads + place * key_dim + i[None, :], solved_keys.to(key.dtype), mask=in_keys)
-    value = tl.load(convolved + token[:, None] * num_channels + of_value[None, :], mask=in_values, other=0.0)
-    solved = tl.dot(inverse.to(key.dtype), value, input_precision=precision)
-    tl.store(learned + place * value_dim + j[None, :], solved.to(key.dtype), mask=in_values)
+    solved_keys = tl.dot(of_keys, key, input_precision=precision).to(key.dtype)
+    tl.store(reads + place * key_dim + t[:, None] * (value_heads * key_dim) + i[None, :], solved_keys, mask=in_keys)
+    values = convolved + first * num_channels + (2 * key_heads * key_dim + head * value_dim)
+    value = tl.load(values + t[:, None] * num_channels + j[None, :], mask=in_values, other=0.0)
+    solved = tl.dot(inverse.to(key.dtype), value, input_precision=precision).to(key.dtype)
+    tl.store(learned + place * value_dim + t[:, None] * (value_heads * value_dim) + j[None, :], solved, mask=in_values)
 
 
 @triton.jit
@@ -258,7 +310,7 @@ def _invert(lower, tokens: tl.constexpr, count: tl.constexpr, precision: tl.cons
     return of_blocks - tl.dot(rest, of_blocks, input_precision=precision)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _read(
     convolved,
     states,
@@ -268,8 +320,10 @@ def _read(
     chunks,
     learned,
     reads,
+    scores,
     decays,
     output,
+    num_tokens,
     key_heads: tl.constexpr,
     value_heads: tl.constexpr,
     key_dim: tl.constexpr,
@@ -278,66 +332,62 @@ def _read(
     tokens: tl.constexpr,
     values: tl.constexpr,
     precision: tl.constexpr,
+    stages: tl.constexpr,
 ):
-    """One program takes some values of a head's state through chunks."""
+    """One program takes some values of a head's state through chunks.
+
+    It has the state as [values, keys], so that what all products begin with stays in registers: from one piece to the
+    next nothing passes through shared memory, into which the next pieces' tiles are loaded meanwhile.
+    """
     head, t, i = tl.program_id(1), tl.arange(0, tokens), tl.arange(0, key_pad)
     j = tl.program_id(2) * values + tl.arange(0, values)
-    in_state = (i < key_dim)[:, None] & (j < value_dim)[None, :]
-    of_state = states + head * key_dim * value_dim + i[:, None] * value_dim + j[None, :]
+    in_key, in_value = (i < key_dim)[None, :], (j < value_dim)[None, :]
+    in_state = (j < value_dim)[:, None] & in_key
+    of_state = head * key_dim * value_dim + i[None, :] * value_dim + j[:, None]
     num_channels: tl.constexpr = 2 * key_heads * key_dim + value_heads * value_dim
-    of_head = head // (value_heads // key_heads) * key_dim + i
+    # Of tiles, from their first token on: the same for all pieces, so that these add little to them.
+    of_query = t[:, None] * num_channels + i[None, :]
+    of_keys = t[:, None] * (value_heads * key_dim) + i[None, :]
+    of_values = t[:, None] * (value_heads * value_dim) + j[None, :]
+    of_scores = t[:, None] * (value_heads * tokens) + t[None, :]
+    convolved += head // (value_heads // key_heads) * key_dim
+    of_decays, is_first = 2 * t[:, None] + tl.arange(0, 2)[None, :], (tl.arange(0, 2) == 0)[None, :]
+    decays += 2 * head * num_tokens
     for of_step in tl.range(tl.program_id(0), tl.load(counts + 1), tl.num_programs(0), num_stages=1):
         chunk = chunks + 3 * of_step
         first_piece, num_pieces, slot = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2).to(tl.int64)
-        state = tl.load(of_state + slot * state_stride, mask=in_state, other=0.0).to(tl.float32)
-        for number in range(first_piece, first_piece + num_pieces):
-            piece = pieces + 3 * number
-            first, length, kept = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2).to(tl.int64)
-            inside = t < length
-            token = (first + tl.where(inside, t, 0)).to(tl.int64)
-            in_keys, in_values = inside[:, None] & (i < key_dim)[None, :], inside[:, None] & (j < value_dim)[None, :]
-            queries = convolved + token[:, None] * num_channels + of_head[None, :]
-            query = tl.load(queries, mask=in_keys, other=0.0)
-            key = tl.load(queries + key_heads * key_dim, mask=in_keys, other=0.0)
-            place = (token * value_heads + head)[:, None]
-            read = tl.load(reads + place * key_dim + i[None, :], mask=in_keys, other=0.0)
-            value = tl.load(learned + place * value_dim + j[None, :], mask=in_values, other=0.0)
-            total = tl.load(decays + token * value_heads + head, mask=inside, other=0.0)
-            last = tl.sum(tl.where(t == length - 1, total, 0.0), 0)
+        own = states + slot * state_stride + of_state
+        state = tl.load(own, mask=in_state, other=0.0).to(tl.float32)
+        piece = pieces + 3 * first_piece
+        start, length = tl.load(piece), tl.load(piece + 1)
+        for number in tl.range(1, num_pieces + 1, num_stages=stages):
+            first, inside = start.to(tl.int64), t < length
+            in_keys, in_values, place = inside[:, None] & in_key, inside[:, None] & in_value, first * value_heads + head
+            read = tl.load(reads + place * key_dim + of_keys, mask=in_keys, other=0.0)
+            queries = convolved + first * num_channels
+            query = tl.load(queries + of_query, mask=in_keys, other=0.0)
+            key = tl.load(queries + key_heads * key_dim + of_query, mask=in_keys, other=0.0)
+            score = tl.load(scores + place * tokens + of_scores, mask=inside[:, None], other=0.0)
+            value = tl.load(learned + place * value_dim + of_values, mask=in_values, other=0.0)
+            scales = tl.load(decays + 2 * first + of_decays, mask=inside[:, None], other=0.0)
+            # What remains of the state at a token, and of its value behind the piece. As sums, since Triton would
+            # otherwise load them in the layout of products, in which each thread has a fourth of them.
+            remains, lasts = tl.sum(tl.where(is_first, scales, 0.0), 1), tl.sum(tl.where(is_first, 0.0, scales), 1)
+            whole = tl.load(decays + 2 * (first + length - 1))
             rounded = state.to(key.dtype)
-            new = value - tl.dot(read, rounded, input_precision=precision)
-            is_seen = t[:, None] >= t[None, :]
-            remains = tl.where(is_seen, tl.exp(tl.where(is_seen, total[:, None] - total[None, :], 0.0)), 0.0)
-            scores = (tl.dot(query, tl.trans(key), input_precision=precision) * remains).to(key.dtype)
-            seen = tl.dot(query, rounded, input_precision=precision) * tl.exp(total)[:, None]
-            seen += tl.dot(scores, new.to(key.dtype), input_precision=precision)
-            tl.store(output + place * value_dim + j[None, :], seen.to(key.dtype), mask=in_values)
-            # Scaled on this side of the product, where there are fewer values, and keys need not leave shared memory.
-            left = (new * tl.where(inside, tl.exp(last - total), 0.0)[:, None]).to(key.dtype)
-            state = state * tl.exp(last) + tl.dot(tl.trans(key), left, input_precision=precision)
+            new = tl.trans(value) - tl.dot(rounded, tl.trans(read), input_precision=precision)
+            left = (new * lasts[None, :]).to(key.dtype)
+            state = tl.dot(left, key, state * whole, input_precision=precision)
+            seen = tl.dot(rounded, tl.trans(query), input_precision=precision) * remains[None, :]
+            seen = tl.dot(new.to(key.dtype), tl.trans(score), seen, input_precision=precision)
+            # Loaded again: these masks would be kept in registers from one piece to the next.
+            own_length, kept = tl.load(piece + 3 * number - 2), tl.load(piece + 3 * number - 1).to(tl.int64)
+            in_values = (t < own_length)[:, None] & in_value
+            tl.store(output + place * value_dim + of_values, tl.trans(seen).to(key.dtype), mask=in_values)
             if kept >= 0:
-                target = states + kept * state_stride + head * key_dim * value_dim
-                _store_halves(target, state, tl.program_id(2) * values, key_dim, value_dim, key_pad, values)
-        tl.store(of_state + slot * state_stride, state, mask=in_state)
-
-
-@triton.jit
-def _store_halves(
-    target,
-    state,
-    first,
-    key_dim: tl.constexpr,
-    value_dim: tl.constexpr,
-    key_pad: tl.constexpr,
-    values: tl.constexpr,
-):
-    """Stores the columns from `first` on of a head's state, half by half: what is rearranged needs shared memory.
-
-    Pieces are loaded ahead into the rest of it, so that two programs just fit a multiprocessor.
-    """
-    half: tl.constexpr = values // 2
-    i, j = tl.arange(0, key_pad), first + tl.arange(0, half)
-    low, high = tl.split(tl.permute(tl.reshape(state, (key_pad, 2, half)), (0, 2, 1)))
-    place = target + i[:, None] * value_dim + j[None, :]
-    tl.store(place, low, mask=(i < key_dim)[:, None] & (j < value_dim)[None, :])
-    tl.store(place + half, high, mask=(i < key_dim)[:, None] & (j + half < value_dim)[None, :])
+                tl.store(states + kept * state_stride + of_state, state, mask=in_state)
+            # Known a piece ahead, so that loads of tiles do not wait for it. Carried as it was loaded: if it were
+            # converted here, Triton 3.6 would not pipeline the loop, and say nothing.
+            behind = piece + 3 * tl.where(number < num_pieces, number, 0)
+            start, length = tl.load(behind), tl.load(behind + 1)
+        tl.store(own, state, mask=in_state)

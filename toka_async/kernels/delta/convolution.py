@@ -14,7 +14,9 @@ from toka_async.kernels.delta.layer import DeltaShape, StepChunks
 from toka_async.kernels.launches.pdl import can_follow, follow
 from toka_async.kernels.launches.sizes import divide_up, round_to_power
 
-_TOKENS = 32  # of a program, where rows have several
+_TOKENS = 64  # of a program, where rows have several
+_GROUPS = 8  # of these tokens, which are taken side by side; those of a group one after the other
+_REGISTERS = 128  # of a thread there, so that four programs fit a multiprocessor
 _CHANNELS = 128  # of a program that keeps inputs
 NORM_EPS = 1e-6  # of the lengths of queries and keys
 
@@ -65,8 +67,10 @@ def convolve(
             width=shape.width,
             eps=NORM_EPS,
             tokens=tokens,
+            groups=min(tokens, _GROUPS),
             pdl=pdl,
             num_warps=1 if offsets is None else 4,
+            maxnreg=None if offsets is None else _REGISTERS,
             launch_pdl=pdl,
         )
     return convolved
@@ -94,6 +98,7 @@ def _convolve(
     width: tl.constexpr,
     eps: tl.constexpr,
     tokens: tl.constexpr,
+    groups: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """One program convolves one head of some tokens."""
@@ -108,11 +113,11 @@ def _convolve(
     in_head = column < dim
     token = tl.program_id(0).to(tl.int64) * tokens + tl.arange(0, tokens)
     in_step = token < num_tokens
-    target = convolved + token[:, None] * num_channels + channel[None, :]
-    wanted = in_step[:, None] & in_head[None, :]
-    slot = tl.load(slots + token, mask=in_step, other=0).to(tl.int64)
-    kept = states + slot[:, None] * state_stride + channel[None, :] * (width - 1)
     if is_step:
+        target = convolved + token[:, None] * num_channels + channel[None, :]
+        wanted = in_step[:, None] & in_head[None, :]
+        slot = tl.load(slots + token, mask=in_step, other=0).to(tl.int64)
+        kept = states + slot[:, None] * state_stride + channel[None, :] * (width - 1)
         has_state = wanted & (slot != padding)[:, None]
         total = tl.zeros((tokens, dim_pad), tl.float32)
         for tap in tl.static_range(width):
@@ -120,39 +125,143 @@ def _convolve(
                 x = tl.load(kept + tap, mask=has_state, other=0.0)
             else:
                 x = tl.load(projected + token[:, None] * stride + channel[None, :], mask=wanted, other=0.0)
-            total += _weigh(x, weights, channel, in_head, tap, width)
+            total += x.to(tl.float32) * _load_weight(weights, channel, in_head, tap, width)
             if tap > 0:
                 tl.store(kept + (tap - 1), x, mask=has_state)
         _store_head(total, target, wanted, head, scale, key_heads, eps)
     else:
+        length: tl.constexpr = tokens // groups
         offset = tl.load(offsets + token, mask=in_step, other=0) - 1
-        begins = tl.min(tl.where(offset < 0, width, offset), 0) < width - 1
-        total = tl.zeros((tokens, dim_pad), tl.float32)
-        if begins:
+        of_program = tl.program_id(0).to(tl.int64) * tokens + tl.arange(0, groups) * length
+        if tl.min(tl.where(offset < 0, width, offset), 0) < width - 1:
             # A chunk's first tokens, which few programs have. All others do not look for what was before them.
-            has_state = (offset >= 0) & (slot != padding)
-            for tap in range(width):
-                is_here = offset >= width - 1 - tap
-                place = projected + (token - (width - 1 - tap))[:, None] * stride + channel[None, :]
-                x = tl.load(place, mask=wanted & is_here[:, None], other=0.0)
-                before = wanted & (has_state & ~is_here)[:, None]
-                x += tl.load(kept + (tap + offset[:, None]), mask=before, other=0.0)
-                total += _weigh(x, weights, channel, in_head, tap, width)
-            _store_head(total, target, wanted, head, scale, key_heads, eps)
+            for place in range(length):
+                _convolve_first(
+                    projected,
+                    stride,
+                    states,
+                    state_stride,
+                    slots,
+                    offsets,
+                    weights,
+                    convolved,
+                    of_program + place,
+                    num_tokens,
+                    padding,
+                    scale,
+                    head,
+                    channel,
+                    in_head,
+                    key_heads,
+                    num_channels,
+                    width,
+                    eps,
+                )
         elif tl.max(offset, 0) >= 0:  # there is a token of a chunk
-            wanted = wanted & (offset >= 0)[:, None]
-            for tap in tl.static_range(width):
-                place = projected + (token - (width - 1 - tap))[:, None] * stride + channel[None, :]
-                x = tl.load(place, mask=wanted, other=0.0)
-                total += _weigh(x, weights, channel, in_head, tap, width)
+            _convolve_runs(
+                projected,
+                stride,
+                offsets,
+                weights,
+                convolved,
+                of_program,
+                num_tokens,
+                scale,
+                head,
+                channel,
+                in_head,
+                key_heads,
+                num_channels,
+                length,
+                width,
+                eps,
+            )
+
+
+@triton.jit
+def _convolve_first(
+    projected,
+    stride,
+    states,
+    state_stride,
+    slots,
+    offsets,
+    weights,
+    convolved,
+    token,
+    num_tokens,
+    padding,
+    scale,
+    head,
+    channel,
+    in_head,
+    key_heads: tl.constexpr,
+    num_channels: tl.constexpr,
+    width: tl.constexpr,
+    eps: tl.constexpr,
+):
+    """Convolves tokens that may be the first of their chunks, after the newest inputs of their slots."""
+    in_step = token < num_tokens
+    offset = tl.load(offsets + token, mask=in_step, other=0) - 1
+    slot = tl.load(slots + token, mask=in_step, other=0).to(tl.int64)
+    kept = states + slot[:, None] * state_stride + channel[None, :] * (width - 1)
+    wanted = (offset >= 0)[:, None] & in_head[None, :]
+    total = tl.zeros(wanted.shape, tl.float32)
+    for tap in tl.static_range(width):
+        is_here = (offset >= width - 1 - tap)[:, None]
+        place = projected + (token - (width - 1 - tap))[:, None] * stride + channel[None, :]
+        x = tl.load(place, mask=wanted & is_here, other=0.0)
+        before = wanted & ~is_here & (slot != padding)[:, None]
+        x += tl.load(kept + (tap + offset[:, None]), mask=before, other=0.0)
+        total += x.to(tl.float32) * _load_weight(weights, channel, in_head, tap, width)
+    target = convolved + token[:, None] * num_channels + channel[None, :]
+    _store_head(total, target, wanted, head, scale, key_heads, eps)
+
+
+@triton.jit
+def _convolve_runs(
+    projected,
+    stride,
+    offsets,
+    weights,
+    convolved,
+    start,
+    num_tokens,
+    scale,
+    head,
+    channel,
+    in_head,
+    key_heads: tl.constexpr,
+    num_channels: tl.constexpr,
+    length: tl.constexpr,
+    width: tl.constexpr,
+    eps: tl.constexpr,
+):
+    """Convolves runs of tokens from `start` on. Each input is read once, and all before the first output is written."""
+    inputs, places, factors, newest = tl.tuple(()), tl.tuple(()), tl.tuple(()), tl.tuple(())
+    for number in tl.static_range(length + width - 1):
+        token = start + (number - (width - 1))
+        inside = (token >= 0) & (token < num_tokens)
+        source = projected + token[:, None] * stride + channel[None, :]
+        inputs += (tl.load(source, mask=inside[:, None] & in_head[None, :], other=0.0),)
+        places += (tl.load(offsets + token, mask=inside, other=0),)
+    for tap in tl.static_range(width):
+        factors += (_load_weight(weights, channel, in_head, tap, width),)
+    for number in tl.static_range(length + width - 1):
+        newest += (inputs[number].to(tl.float32),)
+        if number >= width - 1:
+            total = newest[number - (width - 1)] * factors[0]
+            for tap in tl.static_range(1, width):
+                total += newest[number - (width - 1) + tap] * factors[tap]
+            target = convolved + (start + (number - (width - 1)))[:, None] * num_channels + channel[None, :]
+            wanted = (places[number] > 0)[:, None] & in_head[None, :]
             _store_head(total, target, wanted, head, scale, key_heads, eps)
 
 
 @triton.jit
-def _weigh(x, weights, channel, in_head, tap, width: tl.constexpr):
-    """Multiplies inputs [tokens, dim_pad] by the weights of one tap."""
-    weight = tl.load(weights + channel * width + tap, mask=in_head, other=0.0)
-    return x.to(tl.float32) * weight.to(tl.float32)[None, :]
+def _load_weight(weights, channel, in_head, tap, width: tl.constexpr):
+    """Loads the weights of one tap, [1, dim_pad]."""
+    return tl.load(weights + channel * width + tap, mask=in_head, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit

@@ -116,7 +116,7 @@ def _step(
     query = tl.load(of_row + key_head * key_dim + i, mask=in_key, other=0.0).to(tl.float32)
     key = tl.load(of_row + (key_heads + key_head) * key_dim + i, mask=in_key, other=0.0).to(tl.float32)
     value = tl.load(of_row + 2 * key_heads * key_dim + head * value_dim + j, mask=in_value, other=0.0).to(tl.float32)
-    beta, decay = load_rates(gates + row * gate_stride, log_decay, time_bias, head, value_heads)
+    beta, decay = load_rates(gates + row * gate_stride, log_decay, time_bias, head, value_heads, True)
     state = state.to(tl.float32) * tl.exp(decay)
     learned = beta * (value - tl.sum(state * key[:, None], 0))
     state += key[:, None] * learned[None, :]
@@ -134,9 +134,10 @@ def _step(
 
 
 @triton.jit
-def load_rates(gates, log_decay, time_bias, head, value_heads: tl.constexpr):
-    """Returns beta and g of a head; gates points at tokens' b, and a follows."""
-    b, a = tl.load(gates + head).to(tl.float32), tl.load(gates + value_heads + head).to(tl.float32)
+def load_rates(gates, log_decay, time_bias, head, value_heads: tl.constexpr, inside):
+    """Returns beta and g of a head; gates points at tokens' b, and a follows. inside: tokens that have them."""
+    b = tl.load(gates + head, mask=inside, other=0.0).to(tl.float32)
+    a = tl.load(gates + value_heads + head, mask=inside, other=0.0).to(tl.float32)
     a += tl.load(time_bias + head)
     softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
     return tl.sigmoid(b), -tl.exp(tl.load(log_decay + head)) * softplus

@@ -99,9 +99,9 @@ def test_chunks_alone_have_a_program_for_each_piece(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("num_tokens", "heads", "capability", "expected"),
     [
-        (8192, 32, (9, 0), (4, 16, 2)),  # 128 programs on 132 multiprocessors
-        (5000, 8, (9, 0), (16, 16, 1)),
-        (16384, 256, (9, 0), (1, 16, 4)),  # at least one for each head
+        (8192, 32, (9, 0), (4, 16, 4)),  # 128 programs on 132 multiprocessors
+        (5000, 8, (9, 0), (16, 16, 2)),
+        (16384, 256, (9, 0), (1, 16, 8)),  # at least one for each head
         (3, 8, (9, 0), (3, 3, 1)),
         (8192, 32, (10, 0), (8192, 16, 2)),  # none solves several
     ],
