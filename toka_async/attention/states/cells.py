@@ -18,7 +18,7 @@ class ChunkCells:
 
     def __init__(self, num_tokens: int, num_pieces: int, num_chunks: int) -> None:
         self.num_tokens, self.num_pieces, self.num_chunks = num_tokens, num_pieces, num_chunks
-        sizes = (2, 3 * num_pieces, 3 * num_chunks, num_tokens, num_tokens)
+        sizes = (4, 3 * num_pieces, 3 * num_chunks, num_tokens, num_tokens)
         # Parts begin at 16 bytes, so that kernels see one alignment only.
         self._ends = [*accumulate((-(-size // 4) * 4 for size in sizes), initial=0)]
         self._parts = [slice(start, start + size) for start, size in zip(self._ends, sizes, strict=False)]
@@ -27,10 +27,12 @@ class ChunkCells:
     def count(self) -> int:
         return self._ends[-1]
 
-    def fill(self, cells: Int32, cut: ChunkPieces, states: ChunkStates, first: int, lengths: Int32) -> None:
-        """Fills cells, all zeros, with a step whose chunks begin at the token `first`."""
+    def fill(
+        self, cells: Int32, cut: ChunkPieces, states: ChunkStates, first: int, lengths: Int32, programs: Programs
+    ) -> None:
+        """Fills cells, all zeros, with a step whose chunks begin at the token `first`, and who takes them."""
         counts, pieces, chunks, slots, offsets = (cells[part] for part in self._parts)
-        counts[:] = len(cut.pieces), len(cut.chunks)
+        counts[:] = len(cut.pieces), len(cut.chunks), programs.pieces, programs.readers
         pieces[: cut.pieces.size] = cut.pieces.ravel()
         chunks[: cut.chunks.size] = cut.chunks.ravel()
         of_chunks = slice(first, first + int(lengths.sum()))
@@ -38,6 +40,6 @@ class ChunkCells:
         offsets[of_chunks] = np.arange(1, lengths.sum() + 1) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
     def read(self, cells: Tensor, programs: Programs) -> StepChunks:
-        """Returns what cells on the device describe."""
+        """Returns what cells on the device describe. programs: to be started, at least those that take part."""
         counts, pieces, chunks, slots, offsets = (cells[part] for part in self._parts)
         return StepChunks(counts, pieces, chunks, slots, offsets, programs)

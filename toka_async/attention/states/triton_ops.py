@@ -18,7 +18,7 @@ from toka_async.attention.copies import to_device
 from toka_async.attention.states.cache import StateCache
 from toka_async.attention.states.cells import ChunkCells
 from toka_async.attention.states.pieces import cut_chunks
-from toka_async.kernels.delta.chunks import count_piece_tokens, count_programs, read_chunks
+from toka_async.kernels.delta.chunks import choose_programs, count_piece_tokens, count_programs, read_chunks
 from toka_async.kernels.delta.convolution import convolve, keep_inputs
 from toka_async.kernels.delta.layer import DeltaWeights, Programs, StepChunks
 from toka_async.kernels.delta.norm import norm_outputs
@@ -47,11 +47,11 @@ class TritonStateOps:
         num_pieces, num_chunks = len(cut.pieces), len(cut.chunks)
         layout = ChunkCells(int(batch.query_lengths.sum()), num_pieces, num_chunks)
         cells = np.zeros(layout.count, dtype=np.int32)
-        layout.fill(cells, cut, batch.states, first, lengths)
         programs = Programs(num_pieces, num_chunks, num_chunks)
         if first:
-            most = self._count_programs(layout.num_tokens)
-            programs = Programs(min(num_pieces, most.pieces), num_chunks, min(num_chunks, most.readers))
+            most = self._count_programs(num_pieces, num_chunks)
+            programs = choose_programs(first, layout.num_tokens - first, most, self._cache.device)
+        layout.fill(cells, cut, batch.states, first, lengths, programs)
         self._chunks = layout.read(to_device(cells, self._cache.device), programs)
 
     def plan_graph(self, batch: AttentionBatch) -> None:
@@ -65,13 +65,16 @@ class TritonStateOps:
             chunks.lengths, chunks.states, chunks.num_decode, self._piece_tokens, self._cache.first_snapshot
         )
         layout = _make_layout(chunks.num_tokens, chunks.num_rows)
-        layout.fill(cells, cut, chunks.states, chunks.num_decode, chunks.lengths)
+        most = self._count_programs(layout.num_pieces, layout.num_chunks)
+        programs = choose_programs(chunks.num_decode, int(chunks.lengths.sum()), most, self._cache.device)
+        layout.fill(cells, cut, chunks.states, chunks.num_decode, chunks.lengths, programs)
 
     def plan_mixed(self, batch: AttentionBatch, cells: Tensor) -> None:
         num_tokens, num_rows = len(batch.write_indices), batch.num_decode
         # Rows that do not decode have no context.
         self._slots = torch.where(batch.contexts > 0, batch.slots, self._cache.padding)
-        self._chunks = _make_layout(num_tokens, num_rows).read(cells, self._count_programs(num_tokens))
+        layout = _make_layout(num_tokens, num_rows)
+        self._chunks = layout.read(cells, self._count_programs(layout.num_pieces, layout.num_chunks))
 
     def compute(self, layer: int, inputs: Tensor, z: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
         cache, shape, chunks, num_rows = self._cache, self._cache.shape, self._chunks, len(self._slots)
@@ -99,9 +102,9 @@ class TritonStateOps:
             norm_outputs(read, z, chunks.offsets, weights.norm, weights.eps, output)
         return output
 
-    def _count_programs(self, num_tokens: int) -> Programs:
-        """Counts programs of a step with decoding rows."""
-        return count_programs(num_tokens, self._cache.shape.num_value_heads, self._cache.device)
+    def _count_programs(self, num_pieces: int, num_chunks: int) -> Programs:
+        """Counts programs to start for a step with decoding rows."""
+        return count_programs(num_pieces, num_chunks, self._cache.shape.num_value_heads, self._cache.device)
 
 
 def _make_layout(num_tokens: int, num_rows: int) -> ChunkCells:

@@ -19,26 +19,23 @@ from toka_async.kernels.delta.step import load_rates
 from toka_async.kernels.launches.sizes import divide_up, round_to_power
 
 _BLOCKS = 4  # of a piece, whose systems are solved row by row; the rest is products
-_SOLVING = 1  # programs of a multiprocessor, beside which those of decoding rows run
+_SOLVING = 3  # programs that run at once on a multiprocessor
 _CHUNKS = 16  # programs that keep chunks' newest inputs, for each part of the channels
-# Of a step with decoding rows, for each program that reads: more would take rows' registers. Twice as many where a
-# program has a smaller part of the states.
-_TOKENS_BESIDE = 2048
-_REGISTERS = 168  # of a thread that solves 16-bit values, so that three programs fit a multiprocessor
+# Tokens of chunks for each decoding row, as measured on an H200 with 32 heads of 128. From so many on, chunks get two
+# thirds of the programs that solve and half of those that read; all that read; all.
+_TWO_THIRDS, _ALL_READERS, _ALL = 12, 24, 32
+_TOKENS_BESIDE = 2048  # for each program that reads, where there are fewer: more would take rows' registers
+_REGISTERS = 168  # of a thread that solves 16-bit values, so that so many do
 _MOST_KEYS = 128  # of a head, of which a Hopper chip's shared memory holds three pieces
 
 
 @dataclass(slots=True, frozen=True)
 class ReadTile:
-    """values: of a head, whose states one program takes through the pieces. stages: see Triton's `num_stages`.
-
-    registers: of a thread; None: as many as the compiler takes.
-    """
+    """values: of a head, whose states one program takes through the pieces. stages: see Triton's `num_stages`."""
 
     values: int
     warps: int
     stages: int
-    registers: int | None = None
 
 
 def choose_tile(dtype: torch.dtype, key_pad: int, device: torch.device) -> ReadTile:
@@ -57,16 +54,30 @@ def count_piece_tokens(dtype: torch.dtype) -> int:
     return 32 if dtype == torch.float32 else 64
 
 
-def count_programs(num_tokens: int, heads: int, device: torch.device) -> Programs:
-    """Counts programs for any step of so many tokens that has decoding rows as well.
-
-    Few programs take many pieces and chunks, so that they leave room for those of rows, which would wait for them all.
-    """
-    of_pieces = num_tokens  # at most
+def count_programs(num_pieces: int, num_chunks: int, heads: int, device: torch.device) -> Programs:
+    """Counts programs to start for up to so many pieces and chunks, in a step that has decoding rows as well."""
+    of_head = max(1, _count_processors(device) // heads)
+    of_pieces = num_pieces  # at most
     if not has_tensor_memory(device):  # which does not hold what a loop over pieces keeps there
-        of_pieces = max(1, _SOLVING * _count_processors(device) // heads)
-    readers = max(1, round(num_tokens / (_TOKENS_BESIDE if is_hopper(device) else 2 * _TOKENS_BESIDE)))
-    return Programs(min(num_tokens, of_pieces), min(num_tokens, _CHUNKS), min(num_tokens, readers))
+        of_pieces = _SOLVING * of_head
+    return Programs(min(num_pieces, of_pieces), min(num_chunks, _CHUNKS), min(num_chunks, of_head))
+
+
+def choose_programs(num_rows: int, num_tokens: int, most: Programs, device: torch.device) -> Programs:
+    """Chooses how many of the programs take part in a step of so many decoding rows and tokens of chunks.
+
+    Few of them take many pieces and chunks, so that they leave room for those of rows, which would wait for them all.
+    But where rows end long before chunks, they need no room.
+    """
+    if num_tokens >= _ALL * num_rows:
+        return most
+    thirds = 2 if num_tokens >= _TWO_THIRDS * num_rows else 1
+    solving = most.pieces if has_tensor_memory(device) else divide_up(thirds * most.pieces, 3)
+    if num_tokens >= _ALL_READERS * num_rows:
+        readers = most.readers
+    else:
+        readers = divide_up(most.readers, 2) if thirds == 2 else round(num_tokens / _TOKENS_BESIDE)
+    return Programs(solving, most.chunks, max(1, min(most.readers, readers)))
 
 
 def _count_processors(device: torch.device) -> int:
@@ -111,7 +122,7 @@ def read_chunks(
     decays = torch.empty(heads, num_tokens, 2, dtype=torch.float32, device=convolved.device)
     of_pieces = chunks.counts, chunks.pieces
     solved = learned, reads, scores, decays
-    _solve[chunks.programs.pieces, heads](
+    _solve[heads, chunks.programs.pieces](
         convolved,
         gates,
         gates.stride(0),
@@ -140,7 +151,6 @@ def read_chunks(
         num_tokens,
         values=values,
         num_warps=tile.warps,
-        maxnreg=tile.registers,
         stages=tile.stages,
         **dims,
     )
@@ -179,7 +189,9 @@ def _solve(
     """
     if takes_several:
         # Hoisting out of the loop what does not change would take more registers than there are.
-        for number in tl.range(tl.program_id(0), tl.load(counts), tl.num_programs(0), num_stages=1, disable_licm=True):
+        step = tl.load(counts + 2)
+        end = tl.where(tl.program_id(1) < step, tl.load(counts), 0)
+        for number in tl.range(tl.program_id(1), end, step, num_stages=1, disable_licm=True):
             _solve_piece(
                 convolved,
                 gates,
@@ -202,14 +214,14 @@ def _solve(
                 count,
                 precision,
             )
-    elif tl.program_id(0) < tl.load(counts):
+    elif tl.program_id(1) < tl.load(counts):
         _solve_piece(
             convolved,
             gates,
             gate_stride,
             log_decay,
             time_bias,
-            pieces + 3 * tl.program_id(0),
+            pieces + 3 * tl.program_id(1),
             learned,
             reads,
             scores,
@@ -250,7 +262,7 @@ def _solve_piece(
     count: tl.constexpr,
     precision: tl.constexpr,
 ):
-    head, t, i, j = tl.program_id(1), tl.arange(0, tokens), tl.arange(0, key_pad), tl.arange(0, value_pad)
+    head, t, i, j = tl.program_id(0), tl.arange(0, tokens), tl.arange(0, key_pad), tl.arange(0, value_pad)
     num_channels: tl.constexpr = 2 * key_heads * key_dim + value_heads * value_dim
     first, length = tl.load(piece).to(tl.int64), tl.load(piece + 1)
     is_before, inside = t[:, None] > t[None, :], t < length
@@ -353,7 +365,9 @@ def _read(
     convolved += head // (value_heads // key_heads) * key_dim
     of_decays, is_first = 2 * t[:, None] + tl.arange(0, 2)[None, :], (tl.arange(0, 2) == 0)[None, :]
     decays += 2 * head * num_tokens
-    for of_step in tl.range(tl.program_id(0), tl.load(counts + 1), tl.num_programs(0), num_stages=1):
+    step = tl.load(counts + 3)
+    end = tl.where(tl.program_id(0) < step, tl.load(counts + 1), 0)
+    for of_step in tl.range(tl.program_id(0), end, step, num_stages=1):
         chunk = chunks + 3 * of_step
         first_piece, num_pieces, slot = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2).to(tl.int64)
         own = states + slot * state_stride + of_state

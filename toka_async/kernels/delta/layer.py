@@ -40,7 +40,7 @@ class DeltaShape:
 
 @dataclass(slots=True, frozen=True)
 class Programs:
-    """How many programs to start for each head: for pieces, for chunks, and for each part of a state that reads these.
+    """How many programs of each head take pieces, chunks, and each part of a state that reads these.
 
     Each takes several if there are more.
     """
@@ -54,7 +54,8 @@ class Programs:
 class StepChunks:
     """A step's chunks of prompts, cut into pieces, on the device.
 
-    counts: int32 [2]: pieces and chunks. pieces: int32 [p, 3]: a piece's first token in the step, its tokens, and the
+    counts: int32 [4]: pieces and chunks, then of the programs that are started, those that take pieces, and those that
+    read. pieces: int32 [p, 3]: a piece's first token in the step, its tokens, and the
     number of the state in which the one behind it is kept, or -1. chunks: int32 [k, 3]: a chunk's first piece, its
     pieces, and its slot. slots, offsets: int32 [t], of each token: its chunk's slot and its place in the chunk, from 1;
     0: it is in none.

@@ -23,7 +23,7 @@ from toka_async.attention.states import triton_ops
 from toka_async.attention.states.torch_ops import TorchStateOps
 from toka_async.attention.states.triton_ops import TritonStateOps
 from toka_async.kernels.delta import step
-from toka_async.kernels.delta.chunks import count_programs
+from toka_async.kernels.delta.chunks import choose_programs, count_programs
 from toka_async.kernels.delta.layer import DeltaShape, Programs
 
 SQUARE = DeltaShape(num_key_heads=1, num_value_heads=1, key_dim=32, value_dim=32, width=2)
@@ -66,22 +66,22 @@ def test_kernels_compute_what_single_tokens_do(
     assert torch.equal(ours.inputs, exact.inputs)
 
 
-@pytest.mark.parametrize("num_programs", [1, 2, 5])
+@pytest.mark.parametrize("num_programs", [1, 2])
 def test_beside_rows_a_program_solves_several_pieces(
     num_programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of four pieces: all, two, or one. What comes out has the same bits."""
+    """All four pieces, or two. What comes out has the same bits as with a program for each."""
     weights, batch = make_weights(SHAPE, torch.float32, device), make_batch([4], [(2, 70), (0, 5)], [], device)
     projected, gates = make_inputs(SHAPE, int(batch.query_lengths.sum()), torch.float32, device)
     inputs, z = split_z(SHAPE, projected)
     results = []
-    for most in (num_programs, 100):
+    for most in (num_programs, 4):
         monkeypatch.setattr(triton_ops, "count_programs", lambda *_, most=most: Programs(most, 16, 1))
         cache = make_cache(SHAPE, torch.float32, device)
         ops = TritonStateOps(cache)
         ops.plan(batch)
         assert ops._chunks is not None
-        assert ops._chunks.programs == Programs(min(most, 4), 2, 1)
+        assert ops._chunks.programs.pieces == most
         results.append((ops.compute(0, inputs, z, gates, weights), cache.recurrent))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
@@ -97,25 +97,56 @@ def test_chunks_alone_have_a_program_for_each_piece(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "heads", "capability", "expected"),
+    ("num_pieces", "num_chunks", "heads", "capability", "expected"),
     [
-        (8192, 32, (9, 0), (4, 16, 4)),  # 128 programs on 132 multiprocessors
-        (5000, 8, (9, 0), (16, 16, 2)),
-        (16384, 256, (9, 0), (1, 16, 8)),  # at least one for each head
-        (3, 8, (9, 0), (3, 3, 1)),
-        (8192, 32, (10, 0), (8192, 16, 2)),  # none solves several
+        (128, 20, 32, (9, 0), (12, 16, 4)),  # three times 128 programs on 132 multiprocessors
+        (80, 1, 8, (9, 0), (48, 1, 1)),
+        (256, 8, 256, (9, 0), (3, 8, 1)),  # at least one for each head and place
+        (3, 3, 8, (9, 0), (3, 3, 3)),
+        (8192, 20, 32, (10, 0), (8192, 16, 4)),  # none solves several
     ],
 )
-def test_programs_leave_room_for_rows(
-    num_tokens: int,
+def test_programs_are_as_many_as_run_at_once(
+    num_pieces: int,
+    num_chunks: int,
     heads: int,
     capability: tuple[int, int],
     expected: tuple[int, int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    make_hopper(monkeypatch, capability)
+    assert count_programs(num_pieces, num_chunks, heads, torch.device("cuda")) == Programs(*expected)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_tokens", "expected"),
+    [
+        (508, 512, (4, 1)),
+        (508, 4096, (4, 2)),
+        (508, 7168, (8, 2)),  # both take about as long
+        (128, 2048, (8, 2)),
+        (256, 7168, (8, 4)),
+        (64, 2048, (12, 4)),  # rows end long before chunks
+        (0, 7168, (12, 4)),
+    ],
+)
+def test_programs_leave_room_for_rows(
+    num_rows: int, num_tokens: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_hopper(monkeypatch)
+    chosen = choose_programs(num_rows, num_tokens, Programs(12, 16, 4), torch.device("cuda"))
+    assert (chosen.pieces, chosen.readers) == expected
+
+
+def test_without_a_loop_all_programs_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_hopper(monkeypatch, (10, 0))
+    assert choose_programs(508, 2048, Programs(8192, 16, 4), torch.device("cuda")) == Programs(8192, 16, 1)
+
+
+def make_hopper(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
+    """Makes torch describe a GPU of 132 multiprocessors, unless stated otherwise a Hopper."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert count_programs(num_tokens, heads, torch.device("cuda")) == Programs(*expected)
 
 
 @pytest.mark.parametrize("ops", [TritonStateOps, TorchStateOps])
@@ -203,6 +234,7 @@ def test_a_graph_computes_any_step_of_its_size(device: torch.device, monkeypatch
         make_batch([4, 0], [(5, 40), (3, 1), (1, 4)], [(0, 7, 0), (2, 4, 1)], device),
         make_batch([], [(2, 20)], [], device),
         make_batch([1, 3, 2, 0], [], [], device),
+        make_batch([1, 3, 2, 0], [(4, 9), (5, 3)], [], device),  # of which one program takes all
         make_batch([], [(number, 8) for number in range(6)], [(1, 8, 2)], device),
     ]
     for seed, batch in enumerate(steps):
