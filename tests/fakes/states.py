@@ -89,7 +89,7 @@ def compute_by_token(
     slots, outputs, token = batch.slots.tolist(), [], 0
     for row, length in enumerate(batch.query_lengths.tolist()):
         state = cache.recurrent[slots[row], layer].double()
-        newest = cache.inputs[slots[row], layer].double()
+        newest = cache.inputs[slots[row], layer].T.double()
         for number in range(1, length + 1):
             x, z = projected[token].double().tensor_split([shape.num_channels])
             seen = torch.cat([newest, x[:, None]], 1)
@@ -112,7 +112,7 @@ def compute_by_token(
             kept = [cache.first_snapshot + each for chunk, end, each in batch.states.saves if (chunk, end) == place]
             for target in (*kept, *([slots[row]] if number == length else [])):
                 cache.recurrent[target, layer] = state.float()
-                cache.inputs[target, layer] = newest.to(cache.inputs.dtype)
+                cache.inputs[target, layer] = newest.T.to(cache.inputs.dtype)
     return torch.stack(outputs)
 
 

@@ -20,7 +20,7 @@ class StateCache:
     """States of `max_seqs` slots, of padding, and `num_snapshots` more.
 
     recurrent: [states, layers, value heads, key_dim, value_dim], sums over all tokens. inputs: [states, layers,
-    channels, width - 1], the newest inputs of the convolution, oldest first.
+    width - 1, channels], the newest inputs of the convolution, oldest first.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class StateCache:
         self.device = device
         num_states = max_seqs + 1 + num_snapshots
         recurrent = (num_states, num_layers, shape.num_value_heads, shape.key_dim, shape.value_dim)
-        inputs = (num_states, num_layers, shape.num_channels, shape.width - 1)
+        inputs = (num_states, num_layers, shape.width - 1, shape.num_channels)
         self._memory: VirtualMemory | None = None
         if can_sleep and device.type == "cuda":
             sizes = [stored.itemsize * prod(recurrent), dtype.itemsize * prod(inputs)]

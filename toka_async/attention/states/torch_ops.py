@@ -42,7 +42,7 @@ class TorchStateOps:
         for first_piece, num_pieces, slot in [] if cut is None else cut.chunks.tolist():
             assert cut is not None
             state = self._cache.recurrent[slot, layer].float()
-            newest = self._cache.inputs[slot, layer]  # [channels, width - 1]
+            newest = self._cache.inputs[slot, layer].T  # [channels, width - 1]
             for first, length, kept in cut.pieces[first_piece : first_piece + num_pieces].tolist():
                 tokens = slice(first, first + length)
                 seen = torch.cat([newest, inputs[tokens].T], dim=1)
@@ -58,18 +58,18 @@ class TorchStateOps:
     def _decode(self, layer: int, inputs: Tensor, beta: Tensor, decay: Tensor, weights: DeltaWeights) -> Tensor:
         """Takes one token of each row, [n, channels]. Returns [n, value heads, value_dim]."""
         cache, slots = self._cache, self._slots
-        seen = torch.cat([cache.inputs[slots, layer], inputs[:, :, None]], dim=2)
-        query, key, value = split_heads(convolve(seen, weights.convolution), cache.shape)
+        seen = torch.cat([cache.inputs[slots, layer], inputs[:, None]], dim=1)
+        query, key, value = split_heads(convolve(seen.mT, weights.convolution), cache.shape)
         state = cache.recurrent[slots, layer].float() * decay.exp()[..., None, None]
         learned = (value - (key[:, :, None] @ state)[:, :, 0]) * beta[..., None]
         state += key[..., None] * learned[:, :, None]
         cache.recurrent[slots, layer] = state.to(cache.recurrent.dtype)
-        cache.inputs[slots, layer] = seen[:, :, 1:]
+        cache.inputs[slots, layer] = seen[:, 1:]
         return (query[:, :, None] @ state)[:, :, 0]
 
     def _keep(self, layer: int, number: int, state: Tensor, newest: Tensor) -> None:
         self._cache.recurrent[number, layer] = state
-        self._cache.inputs[number, layer] = newest
+        self._cache.inputs[number, layer] = newest.T
 
 
 def compute_rates(gates: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor]:

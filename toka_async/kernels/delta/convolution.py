@@ -14,10 +14,12 @@ from toka_async.kernels.delta.layer import DeltaShape, StepChunks
 from toka_async.kernels.launches.pdl import can_follow, follow
 from toka_async.kernels.launches.sizes import divide_up, round_to_power
 
+_ROWS = 4  # of a program, where each token is a row of its own
 _TOKENS = 64  # of a program, where rows have several
 _GROUPS = 8  # of these tokens, which are taken side by side; those of a group one after the other
 _REGISTERS = 128  # of a thread there, so that four programs fit a multiprocessor
-_CHANNELS = 128  # of a program that keeps inputs
+_CHANNELS = 128  # of a program that keeps inputs,
+_PIECES = 32  # and pieces that it looks at at once
 NORM_EPS = 1e-6  # of the lengths of queries and keys
 
 
@@ -32,7 +34,7 @@ def convolve(
 ) -> Tensor:
     """Convolves tokens; returns queries, keys and values, [t, channels].
 
-    projected: [t, channels], a token's contiguous. states: [slots, channels, width - 1], oldest
+    projected: [t, channels], a token's contiguous. states: [slots, width - 1, channels], oldest
     input first. slots: [t], of each token; `padding` has no state. offsets: int32 [t], each token's place in its row's
     chunk, from 1; 0: it is in no chunk, and what becomes of it has no meaning; None: each token is a row of its own,
     and becomes its slot's newest input.
@@ -41,12 +43,12 @@ def convolve(
     num_tokens = len(projected)
     convolved = torch.empty(num_tokens, shape.num_channels, dtype=projected.dtype, device=projected.device)
     assert projected.stride(1) == 1
-    assert states.stride()[1:] == (shape.width - 1, 1)
+    assert states.stride()[1:] == (shape.num_channels, 1)
     assert weights.is_contiguous()
     if num_tokens:
-        tokens = 1 if offsets is None else _TOKENS
+        tokens = _ROWS if offsets is None else _TOKENS
         pdl = offsets is None and can_follow(projected)
-        _convolve[divide_up(num_tokens, tokens), 2 * shape.num_key_heads + shape.num_value_heads](
+        _convolve[2 * shape.num_key_heads + shape.num_value_heads, divide_up(num_tokens, tokens)](
             projected,
             projected.stride(0),
             states,
@@ -103,7 +105,7 @@ def _convolve(
 ):
     """One program convolves one head of some tokens."""
     follow(pdl)
-    head = tl.program_id(1)
+    head = tl.program_id(0)
     column = tl.arange(0, dim_pad)
     num_channels: tl.constexpr = 2 * key_heads * key_dim + value_heads * value_dim
     is_value = head >= 2 * key_heads
@@ -111,28 +113,28 @@ def _convolve(
     first = tl.where(is_value, 2 * key_heads * (key_dim - value_dim) + head * value_dim, head * key_dim)
     channel = first + column
     in_head = column < dim
-    token = tl.program_id(0).to(tl.int64) * tokens + tl.arange(0, tokens)
+    token = tl.program_id(1).to(tl.int64) * tokens + tl.arange(0, tokens)
     in_step = token < num_tokens
     if is_step:
         target = convolved + token[:, None] * num_channels + channel[None, :]
         wanted = in_step[:, None] & in_head[None, :]
         slot = tl.load(slots + token, mask=in_step, other=0).to(tl.int64)
-        kept = states + slot[:, None] * state_stride + channel[None, :] * (width - 1)
+        kept = states + slot[:, None] * state_stride + channel[None, :]
         has_state = wanted & (slot != padding)[:, None]
         total = tl.zeros((tokens, dim_pad), tl.float32)
         for tap in tl.static_range(width):
             if tap < width - 1:
-                x = tl.load(kept + tap, mask=has_state, other=0.0)
+                x = tl.load(kept + tap * num_channels, mask=has_state, other=0.0)
             else:
                 x = tl.load(projected + token[:, None] * stride + channel[None, :], mask=wanted, other=0.0)
             total += x.to(tl.float32) * _load_weight(weights, channel, in_head, tap, width)
             if tap > 0:
-                tl.store(kept + (tap - 1), x, mask=has_state)
+                tl.store(kept + (tap - 1) * num_channels, x, mask=has_state)
         _store_head(total, target, wanted, head, scale, key_heads, eps)
     else:
         length: tl.constexpr = tokens // groups
         offset = tl.load(offsets + token, mask=in_step, other=0) - 1
-        of_program = tl.program_id(0).to(tl.int64) * tokens + tl.arange(0, groups) * length
+        of_program = tl.program_id(1).to(tl.int64) * tokens + tl.arange(0, groups) * length
         if tl.min(tl.where(offset < 0, width, offset), 0) < width - 1:
             # A chunk's first tokens, which few programs have. All others do not look for what was before them.
             for place in range(length):
@@ -204,7 +206,7 @@ def _convolve_first(
     in_step = token < num_tokens
     offset = tl.load(offsets + token, mask=in_step, other=0) - 1
     slot = tl.load(slots + token, mask=in_step, other=0).to(tl.int64)
-    kept = states + slot[:, None] * state_stride + channel[None, :] * (width - 1)
+    kept = states + slot[:, None] * state_stride + channel[None, :]
     wanted = (offset >= 0)[:, None] & in_head[None, :]
     total = tl.zeros(wanted.shape, tl.float32)
     for tap in tl.static_range(width):
@@ -212,7 +214,7 @@ def _convolve_first(
         place = projected + (token - (width - 1 - tap))[:, None] * stride + channel[None, :]
         x = tl.load(place, mask=wanted & is_here, other=0.0)
         before = wanted & ~is_here & (slot != padding)[:, None]
-        x += tl.load(kept + (tap + offset[:, None]), mask=before, other=0.0)
+        x += tl.load(kept + (tap + offset[:, None]) * num_channels, mask=before, other=0.0)
         total += x.to(tl.float32) * _load_weight(weights, channel, in_head, tap, width)
     target = convolved + token[:, None] * num_channels + channel[None, :]
     _store_head(total, target, wanted, head, scale, key_heads, eps)
@@ -290,6 +292,7 @@ def keep_inputs(projected: Tensor, states: Tensor, chunks: StepChunks, shape: De
         num_channels=shape.num_channels,
         width=shape.width,
         channels=_CHANNELS,
+        at_once=_PIECES,
         num_warps=1,
     )
 
@@ -306,6 +309,7 @@ def _keep(
     num_channels: tl.constexpr,
     width: tl.constexpr,
     channels: tl.constexpr,
+    at_once: tl.constexpr,
 ):
     """One program goes through a chunk's pieces, for some channels: what they keep is read before it is replaced."""
     channel = tl.program_id(1) * channels + tl.arange(0, channels)
@@ -314,20 +318,28 @@ def _keep(
         chunk = chunks + 3 * of_step
         first_piece, num_pieces, slot = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2).to(tl.int64)
         first = tl.load(pieces + 3 * first_piece)
-        old = states + slot * state_stride + channel * (width - 1)
-        for number in range(first_piece, first_piece + num_pieces):
-            piece = pieces + 3 * number
-            end = tl.load(piece) + tl.load(piece + 1)
-            kept = tl.load(piece + 2).to(tl.int64)
-            if kept >= 0:
-                target = states + kept * state_stride + channel * (width - 1)
-                _copy_inputs(projected, stride, old, target, first, end, channel, inside, width)
-            if number == first_piece + num_pieces - 1:
-                _copy_inputs(projected, stride, old, old, first, end, channel, inside, width)
+        old = states + slot * state_stride + channel
+        end_piece = first_piece + num_pieces
+        for begin in range(first_piece, end_piece, at_once):
+            some = begin + tl.arange(0, at_once)
+            targets = tl.load(pieces + 3 * some + 2, mask=some < end_piece, other=-1)
+            if tl.max(targets, 0) >= 0:  # few pieces are kept
+                for number in range(begin, tl.minimum(begin + at_once, end_piece)):
+                    piece = pieces + 3 * number
+                    kept = tl.load(piece + 2).to(tl.int64)
+                    if kept >= 0:
+                        end = tl.load(piece) + tl.load(piece + 1)
+                        target = states + kept * state_stride + channel
+                        _copy_inputs(projected, stride, old, target, first, end, channel, inside, num_channels, width)
+        last = pieces + 3 * (end_piece - 1)
+        end = tl.load(last) + tl.load(last + 1)
+        _copy_inputs(projected, stride, old, old, first, end, channel, inside, num_channels, width)
 
 
 @triton.jit
-def _copy_inputs(projected, stride, old, target, first, end, channel, inside, width: tl.constexpr):
+def _copy_inputs(
+    projected, stride, old, target, first, end, channel, inside, num_channels: tl.constexpr, width: tl.constexpr
+):
     """Copies the inputs of the tokens before `end`; those before the chunk's first are in `old`.
 
     A place is written when all that come from it are read: places are read in ascending order, and each goes to a lower
@@ -337,5 +349,5 @@ def _copy_inputs(projected, stride, old, target, first, end, channel, inside, wi
         token = end - (width - 1) + place
         is_new = token >= first
         x = tl.load(projected + token.to(tl.int64) * stride + channel, mask=inside & is_new, other=0.0)
-        before = tl.load(old + (width - 1 + token - first), mask=inside & (token < first), other=0.0)
-        tl.store(target + place, tl.where(is_new, x, before), mask=inside)
+        before = tl.load(old + (width - 1 + token - first) * num_channels, mask=inside & (token < first), other=0.0)
+        tl.store(target + place * num_channels, tl.where(is_new, x, before), mask=inside)

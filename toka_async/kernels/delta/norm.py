@@ -22,7 +22,7 @@ def norm_outputs(read: Tensor, z: Tensor, offsets: Tensor | None, norm: Tensor, 
     num_heads = read.shape[1] // len(norm)
     assert z.stride(1) == 1
     if len(read):
-        _norm[divide_up(len(read), _TOKENS), num_heads](
+        _norm[num_heads, divide_up(len(read), _TOKENS)](
             read,
             z,
             z.stride(0),
@@ -56,8 +56,8 @@ def _norm(
     eps: tl.constexpr,
     tokens: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64) * tokens + tl.arange(0, tokens)
-    head, j = tl.program_id(1), tl.arange(0, dim_pad)
+    token = tl.program_id(1).to(tl.int64) * tokens + tl.arange(0, tokens)
+    head, j = tl.program_id(0), tl.arange(0, dim_pad)
     wanted = token < num_tokens
     if of_chunks:
         wanted = tl.load(offsets + token, mask=wanted, other=0) > 0

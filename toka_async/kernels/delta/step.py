@@ -45,7 +45,7 @@ def step_states(
         value_pad = round_to_power(shape.value_dim)
         columns = value_pad if len(z) <= _FEW_ROWS else min(_COLUMNS, value_pad)
         pdl = can_follow(z)
-        _step[len(z), shape.num_value_heads, divide_up(shape.value_dim, columns)](
+        _step[divide_up(shape.value_dim, columns), shape.num_value_heads, len(z)](
             convolved,
             z,
             z.stride(0),
@@ -100,11 +100,11 @@ def _step(
     eps: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """One program advances some columns of one head of a row."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """One program advances some columns of one head of a row. Those that run at once read what lies together."""
+    row, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row)
     key_head = head // (value_heads // key_heads)
-    i, j = tl.arange(0, key_pad), tl.program_id(2) * columns + tl.arange(0, columns)
+    i, j = tl.arange(0, key_pad), tl.program_id(0) * columns + tl.arange(0, columns)
     in_key, in_value = i < key_dim, j < value_dim
     place = states + slot * state_stride + head * key_dim * value_dim + i[:, None] * value_dim + j[None, :]
     has_state = (in_key[:, None] & in_value[None, :]) & (slot != padding)

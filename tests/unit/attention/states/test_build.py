@@ -23,7 +23,7 @@ def test_only_models_with_recurrent_layers_have_states(tmp_path: Path) -> None:
     states = build_states(spec, 3, 2, torch.bfloat16, CPU, can_sleep=False)
     assert states is not None
     assert states.recurrent.shape == (3 + 1 + 2, 2, 4, 8, 12)
-    assert states.inputs.shape == (3 + 1 + 2, 2, 80, 3)
+    assert states.inputs.shape == (3 + 1 + 2, 2, 3, 80)
     of_one = sum(each[0].nbytes for each in (states.recurrent, states.inputs))
     assert spec.count_state_bytes(2) == of_one
 
