@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from toka_async.arrays import Int32
+from toka_async.attention.copies import to_device
 from toka_async.kernels.delta.layer import DeltaShape
 from toka_async.memory.host import discard_memory
 from toka_async.memory.virtual import CudaDriver, MemoryStaysError, VirtualMemory, view_memory
@@ -58,7 +59,7 @@ class StateCache:
         """Begins rows with the states of snapshots; -1, or no snapshots: without a state, which is zeros."""
         snapshots = snapshots if snapshots.size else np.full_like(slots, -1)
         for snapshot in sorted(set(snapshots.tolist())):
-            targets = torch.from_numpy(slots[snapshots == snapshot].astype("int64")).to(self.device)
+            targets = to_device(slots[snapshots == snapshot].astype(np.int64), self.device)
             for states in (self.recurrent, self.inputs):
                 if snapshot < 0:
                     states.index_fill_(0, targets, 0)
