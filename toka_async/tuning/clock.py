@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -9,13 +10,15 @@ import torch
 
 from toka_async.runner.clock import mark, measure_between
 
-HEAD_START = 100_000  # cycles of the device in which the host makes one call
+HEAD_START = 100_000  # cycles of the device in which the host launches one kernel
+_LAUNCH = 50e-6  # seconds of that, about
+_MOST_LAUNCHES = 40  # of a call: a longer first one has compiled kernels
 
 
 def time_calls(call: Callable[[], object], num_calls: int = 1, head_start: int = 0) -> float:
     """Returns the milliseconds of the calls on the current stream, by events.
 
-    head_start: so many calls are made while the device still waits, so that the host's time is not counted.
+    head_start: so many kernels are launched while the device still waits, so that the host's time is not counted.
     """
     if head_start:
         torch.cuda._sleep(HEAD_START * head_start)  # type: ignore[no-untyped-call]
@@ -29,6 +32,12 @@ def time_alone(call: Callable[[], object], num_calls: int = 1) -> float:
     """Returns the milliseconds of the calls on an idle device, from the first launch to the last end."""
     torch.cuda.synchronize()
     return time_calls(call, num_calls)
+
+
+def time_launches(call: Callable[[], object], num_calls: int) -> float:
+    """As `time_calls`, of calls that launch several kernels: the head start is what the host needs for them."""
+    launches = min(_MOST_LAUNCHES, math.ceil(time_host(call) / _LAUNCH))
+    return time_calls(call, num_calls, head_start=launches * num_calls)
 
 
 def time_host(call: Callable[[], object]) -> float:

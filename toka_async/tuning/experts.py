@@ -20,9 +20,10 @@ from toka_async.kernels.experts.weights import ExpertWeights
 from toka_async.kernels.fused import ExpertMixing
 from toka_async.model.decoder import RankModel
 from toka_async.model.experts_feed import ExpertsFeed
+from toka_async.tuning.clock import time_launches
 from toka_async.tuning.matrix_group import RowCounts
 from toka_async.tuning.store import Facts
-from toka_async.tuning.trial import CallClock, find_fastest, time_products
+from toka_async.tuning.trial import CallClock, find_fastest
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class ExpertPlanChoice:
         experts: Sequence[ExpertWeights],
         dtype: torch.dtype,
         sizes: Sequence[int],
-        clock: CallClock = time_products,
+        clock: CallClock = time_launches,
     ) -> None:
         """dtype: of tokens."""
         self._kernels = kernels

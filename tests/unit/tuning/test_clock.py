@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.fakes.graphs import FakeEvent
-from toka_async.tuning.clock import HEAD_START, time_alone, time_calls, time_host
+from toka_async.tuning.clock import HEAD_START, time_alone, time_calls, time_host, time_launches
 
 
 class Device:
@@ -31,6 +31,17 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 def test_calls_are_timed_together(device: Device) -> None:
     assert time_calls(device.call, 3) == pytest.approx(6.0)
     assert device.log == []
+
+
+@pytest.mark.parametrize(("seconds", "launches"), [(0.00012, 3), (1.5, 40)])
+def test_the_host_gets_the_time_that_it_needs(
+    seconds: float, launches: int, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first call that has compiled kernels does not count."""
+    readings = iter([10.0, 10.0 + seconds])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(readings))
+    assert time_launches(device.call, 4) == pytest.approx(8.0)
+    assert device.log == ["wait", 4 * launches * HEAD_START]
 
 
 def test_the_host_may_get_a_head_start(device: Device) -> None:
