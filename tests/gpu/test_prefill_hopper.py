@@ -41,7 +41,7 @@ def spoil_the_rest(case: PagedCase) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize(("page_size", "group"), [(8, 1), (16, 4), (64, 7), (128, 8)])
 @pytest.mark.parametrize("window", [0, 1, 100, 300])
 @pytest.mark.parametrize("is_split", [False, True])
@@ -51,7 +51,7 @@ def test_chunks(dtype: torch.dtype, dim: int, page_size: int, group: int, window
     check_chunks(case, window, choose_config(case), is_split=is_split)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("group", [1, 4, 7])
 @pytest.mark.parametrize(("num_pages", "splits"), [(1, 1), (43, 1), (44, 3), (5, 8)])
 def test_prefixes(dim: int, group: int, num_pages: int, splits: int) -> None:

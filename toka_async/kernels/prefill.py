@@ -59,17 +59,19 @@ def list_hopper_configs(
 
     dtype: of queries. is_e4m3: keys and values are stored in 8 bits. All groups of threads share the registers.
     """
-    if head_dim not in (64, 128) or dtype == torch.float32 or soft_cap or not is_hopper(device):
+    if head_dim not in (64, 128, 256) or dtype == torch.float32 or soft_cap or not is_hopper(device):
         return []
     from toka_async.kernels import prefill_hopper
 
     if head_dim == 64:
         registers, widening = (104, 40) if is_e4m3 else (112, 0)
         config = PrefillConfig(256, 64, 4, num_stages=3, registers=registers, widening=widening)
-    else:
-        if is_e4m3:
-            return []  # pages that many queries read are widened before (`attention.wide`)
+    elif is_e4m3:
+        return []  # pages that many queries read are widened before (`attention.wide`)
+    elif head_dim == 128:
         config = PrefillConfig(128, 128, 4, num_stages=2, registers=232)
+    else:
+        config = PrefillConfig(128, 64, 4, num_stages=2, registers=240)
     fits = group_size <= config.block_queries and prefill_hopper.can_copy(page_size, config.block_keys)
     return [config] if fits else []
 

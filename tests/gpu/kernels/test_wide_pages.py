@@ -30,7 +30,9 @@ def make_wide_pages(case: AttentionCase) -> WidePages:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("dim", "page_size", "group_size"), [(64, 16, 4), (128, 16, 8), (128, 64, 7), (64, 128, 1)])
+@pytest.mark.parametrize(
+    ("dim", "page_size", "group_size"), [(64, 16, 4), (128, 16, 8), (128, 64, 7), (64, 128, 1), (256, 16, 8)]
+)
 def test_chunks(dtype: torch.dtype, dim: int, page_size: int, group_size: int) -> None:
     chunks = [(0, 1200), (900, 1100), (4000, 3)]
     case = make_case(
@@ -51,7 +53,7 @@ def test_chunks(dtype: torch.dtype, dim: int, page_size: int, group_size: int) -
 
 @torch.inference_mode()
 @pytest.mark.parametrize("is_graph", [False, True])
-@pytest.mark.parametrize(("dim", "group_size"), [(64, 4), (128, 8)])
+@pytest.mark.parametrize(("dim", "group_size"), [(64, 4), (128, 8), (256, 8)])
 def test_prefixes(dim: int, group_size: int, is_graph: bool) -> None:
     """Prefixes of many rows are widened, beside those of few rows and rows that share none."""
     groups = [(200, 44), (5, 9), (140, 3)]

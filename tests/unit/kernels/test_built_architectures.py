@@ -127,10 +127,11 @@ def check(cases: list[Case]) -> None:
         if what == "attention":  # the best tiles, where there is room for them
             is_large = arguments["dim"] > 128 and arguments["dtype"] != FP32
             expected = "tiles 1" if arch in SMALL and is_large else "tiles 0"
-            is_hopper = arch == 90 and arguments["dim"] <= 128 and arguments["dtype"] != FP32
+            is_hopper = arch == 90 and arguments["dim"] <= 256 and arguments["dtype"] != FP32
+            is_hopper &= not arguments.get("soft_cap")
             if is_hopper and arguments.get("page_size", 16) >= LEAST_COPIED:
-                is_e4m3 = "stored" in arguments  # heads of 128 are then widened before, only those of 64 meanwhile
-                expected = "tiles 0" if is_e4m3 and arguments["dim"] == 128 else "tiles for Hopper"
+                is_e4m3 = "stored" in arguments  # only heads of 64 are then widened meanwhile, larger ones before
+                expected = "tiles 0" if is_e4m3 and arguments["dim"] > 64 else "tiles for Hopper"
                 expected += " and wide pages" if is_e4m3 else ""
         elif what == "experts":
             of_16_bits = "7 tiles" if arch in LARGE else "6 tiles"
