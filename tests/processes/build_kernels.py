@@ -233,7 +233,7 @@ def build_states(
     )
     arch = triton.runtime.driver.active.get_current_target().arch
     chunks.has_tensor_memory = lambda _: arch == 100  # type: ignore[assignment]
-    chunks.is_hopper = lambda _: arch == 90  # type: ignore[assignment]
+    chunks.has_large_memory = lambda _: arch == 90  # type: ignore[assignment]
     for module in (convolution, step):
         module.can_follow = lambda _: arch >= 90  # type: ignore[attr-defined]
     cells = torch.zeros(ops.count_cells(81, 1), dtype=torch.int32)

@@ -13,6 +13,7 @@ from toka_async.runner.clock import mark, measure_between
 HEAD_START = 100_000  # cycles of the device in which the host launches one kernel
 _LAUNCH = 50e-6  # seconds of that, about
 _MOST_LAUNCHES = 40  # of a call: a longer first one has compiled kernels
+_MOST_AHEAD = 8  # calls: the device would rest too long
 
 
 def time_calls(call: Callable[[], object], num_calls: int = 1, head_start: int = 0) -> float:
@@ -37,7 +38,7 @@ def time_alone(call: Callable[[], object], num_calls: int = 1) -> float:
 def time_launches(call: Callable[[], object], num_calls: int) -> float:
     """As `time_calls`, of calls that launch several kernels: the head start is what the host needs for them."""
     launches = min(_MOST_LAUNCHES, math.ceil(time_host(call) / _LAUNCH))
-    return time_calls(call, num_calls, head_start=launches * num_calls)
+    return time_calls(call, num_calls, head_start=launches * min(num_calls, _MOST_AHEAD))
 
 
 def time_host(call: Callable[[], object]) -> float:

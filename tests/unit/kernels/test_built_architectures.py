@@ -48,6 +48,8 @@ CASES: list[Case] = [  # what takes most shared memory, and each kind of kernel 
     (120, "sampling", {"dtype": BF16, "vocab": 128_256}),
     (86, "states", QWEN3_5 | {"dtype": BF16}),
     (90, "states", QWEN3_5 | {"dtype": BF16}),
+    (86, "states", QWEN3_5 | {"dtype": BF16, "key_dim": 192}),
+    (90, "attention", {"dtype": BF16, "dim": 256, "group": 8}),
 ]
 EVERY: list[Case] = [
     *(

@@ -33,15 +33,16 @@ def test_calls_are_timed_together(device: Device) -> None:
     assert device.log == []
 
 
+@pytest.mark.parametrize("num_calls", [4, 12])
 @pytest.mark.parametrize(("seconds", "launches"), [(0.00012, 3), (1.5, 40)])
 def test_the_host_gets_the_time_that_it_needs(
-    seconds: float, launches: int, device: Device, monkeypatch: pytest.MonkeyPatch
+    seconds: float, launches: int, num_calls: int, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A first call that has compiled kernels does not count."""
     readings = iter([10.0, 10.0 + seconds])
     monkeypatch.setattr(time, "perf_counter", lambda: next(readings))
-    assert time_launches(device.call, 4) == pytest.approx(8.0)
-    assert device.log == ["wait", 4 * launches * HEAD_START]
+    assert time_launches(device.call, num_calls) == pytest.approx(2.0 * num_calls)
+    assert device.log == ["wait", min(num_calls, 8) * launches * HEAD_START]
 
 
 def test_the_host_may_get_a_head_start(device: Device) -> None:

@@ -33,6 +33,7 @@ class TritonStateOps:
         self._slots = torch.empty(0, dtype=torch.int64, device=cache.device)  # of decoding rows
         self._chunks: StepChunks | None = None
         self._piece_tokens = count_piece_tokens(cache.inputs.dtype)
+        self._most = count_programs(cache.shape.num_value_heads, cache.device)  # programs of a step with rows
         self._beside: torch.cuda.Stream | None = None  # computes chunks, beside rows if there are any
         if cache.device.type == "cuda":
             # High priority: otherwise the programs of decoding rows would occupy the GPU first.
@@ -49,8 +50,7 @@ class TritonStateOps:
         cells = np.zeros(layout.count, dtype=np.int32)
         programs = Programs(num_pieces, num_chunks, num_chunks)
         if first:
-            most = self._count_programs(num_pieces, num_chunks)
-            programs = choose_programs(first, layout.num_tokens - first, most, self._cache.device)
+            programs = choose_programs(first, layout.num_tokens - first, self._most).limit(num_pieces, num_chunks)
         layout.fill(cells, cut, batch.states, first, lengths, programs)
         self._chunks = layout.read(to_device(cells, self._cache.device), programs)
 
@@ -65,8 +65,8 @@ class TritonStateOps:
             chunks.lengths, chunks.states, chunks.num_decode, self._piece_tokens, self._cache.first_snapshot
         )
         layout = _make_layout(chunks.num_tokens, chunks.num_rows)
-        most = self._count_programs(layout.num_pieces, layout.num_chunks)
-        programs = choose_programs(chunks.num_decode, int(chunks.lengths.sum()), most, self._cache.device)
+        chosen = choose_programs(chunks.num_decode, int(chunks.lengths.sum()), self._most)
+        programs = chosen.limit(layout.num_pieces, layout.num_chunks)
         layout.fill(cells, cut, chunks.states, chunks.num_decode, chunks.lengths, programs)
 
     def plan_mixed(self, batch: AttentionBatch, cells: Tensor) -> None:
@@ -74,7 +74,7 @@ class TritonStateOps:
         # Rows that do not decode have no context.
         self._slots = torch.where(batch.contexts > 0, batch.slots, self._cache.padding)
         layout = _make_layout(num_tokens, num_rows)
-        self._chunks = layout.read(cells, self._count_programs(layout.num_pieces, layout.num_chunks))
+        self._chunks = layout.read(cells, self._most.limit(layout.num_pieces, layout.num_chunks))
 
     def compute(self, layer: int, inputs: Tensor, z: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
         cache, shape, chunks, num_rows = self._cache, self._cache.shape, self._chunks, len(self._slots)
@@ -101,10 +101,6 @@ class TritonStateOps:
             # Last: rows with which a graph is filled up have written to the places of chunks' tokens.
             norm_outputs(read, z, chunks.offsets, weights.norm, weights.eps, output)
         return output
-
-    def _count_programs(self, num_pieces: int, num_chunks: int) -> Programs:
-        """Counts programs to start for a step with decoding rows."""
-        return count_programs(num_pieces, num_chunks, self._cache.shape.num_value_heads, self._cache.device)
 
 
 def _make_layout(num_tokens: int, num_rows: int) -> ChunkCells:

@@ -19,14 +19,15 @@ from toka_async.kernels.delta.step import load_rates
 from toka_async.kernels.launches.sizes import divide_up, round_to_power
 
 _BLOCKS = 4  # of a piece, whose systems are solved row by row; the rest is products
-_SOLVING = 3  # programs that run at once on a multiprocessor
+_SOLVING = 3  # programs that run at once on a multiprocessor, with 16-bit values
 _CHUNKS = 16  # programs that keep chunks' newest inputs, for each part of the channels
 # Tokens of chunks for each decoding row, as measured on an H200 with 32 heads of 128. From so many on, chunks get two
 # thirds of the programs that solve and half of those that read; all that read; all.
 _TWO_THIRDS, _ALL_READERS, _ALL = 12, 24, 32
-_TOKENS_BESIDE = 2048  # for each program that reads, where there are fewer: more would take rows' registers
-_REGISTERS = 168  # of a thread that solves 16-bit values, so that so many do
-_MOST_KEYS = 128  # of a head, of which a Hopper chip's shared memory holds three pieces
+_TOKENS_BESIDE = 2048  # of chunks, for each program that reads, where chunks have fewer tokens than `_TWO_THIRDS` a row
+_REGISTERS = 168  # of a thread that solves 16-bit values, so that `_SOLVING` programs run at once
+_MOST_KEYS = 128  # of a head, of which a chip's shared memory holds several pieces
+_UNLIMITED = 2**31 - 1
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,10 +43,13 @@ def choose_tile(dtype: torch.dtype, key_pad: int, device: torch.device) -> ReadT
     """With three stages a Hopper chip loads two pieces ahead, into most of a multiprocessor's shared memory."""
     if dtype == torch.float32:
         return ReadTile(16, 8, 1)
-    return ReadTile(128, 8, 3) if is_hopper(device) and key_pad <= _MOST_KEYS else ReadTile(32, 4, 2)
+    if key_pad > _MOST_KEYS:
+        return ReadTile(32, 4, 1)
+    return ReadTile(128, 8, 3) if has_large_memory(device) else ReadTile(32, 4, 2)
 
 
-def is_hopper(device: torch.device) -> bool:
+def has_large_memory(device: torch.device) -> bool:
+    """Tells whether it is a Hopper chip, whose registers hold a whole head's state, too."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
@@ -54,16 +58,18 @@ def count_piece_tokens(dtype: torch.dtype) -> int:
     return 32 if dtype == torch.float32 else 64
 
 
-def count_programs(num_pieces: int, num_chunks: int, heads: int, device: torch.device) -> Programs:
-    """Counts programs to start for up to so many pieces and chunks, in a step that has decoding rows as well."""
+def count_programs(heads: int, device: torch.device) -> Programs:
+    """Counts programs to start for a step that has decoding rows as well, however many pieces and chunks there are.
+
+    On a Hopper chip, with 16-bit values, so many run at once.
+    """
     of_head = max(1, _count_processors(device) // heads)
-    of_pieces = num_pieces  # at most
-    if not has_tensor_memory(device):  # which does not hold what a loop over pieces keeps there
-        of_pieces = _SOLVING * of_head
-    return Programs(min(num_pieces, of_pieces), min(num_chunks, _CHUNKS), min(num_chunks, of_head))
+    if has_tensor_memory(device):  # which does not hold what a loop over pieces keeps there
+        return Programs(_UNLIMITED, _CHUNKS, of_head)
+    return Programs(_SOLVING * of_head, _CHUNKS, of_head)
 
 
-def choose_programs(num_rows: int, num_tokens: int, most: Programs, device: torch.device) -> Programs:
+def choose_programs(num_rows: int, num_tokens: int, most: Programs) -> Programs:
     """Chooses how many of the programs take part in a step of so many decoding rows and tokens of chunks.
 
     Few of them take many pieces and chunks, so that they leave room for those of rows, which would wait for them all.
@@ -72,12 +78,12 @@ def choose_programs(num_rows: int, num_tokens: int, most: Programs, device: torc
     if num_tokens >= _ALL * num_rows:
         return most
     thirds = 2 if num_tokens >= _TWO_THIRDS * num_rows else 1
-    solving = most.pieces if has_tensor_memory(device) else divide_up(thirds * most.pieces, 3)
+    solving = _UNLIMITED if most.pieces == _UNLIMITED else divide_up(thirds * most.pieces, 3)
     if num_tokens >= _ALL_READERS * num_rows:
-        readers = most.readers
-    else:
-        readers = divide_up(most.readers, 2) if thirds == 2 else round(num_tokens / _TOKENS_BESIDE)
-    return Programs(solving, most.chunks, max(1, min(most.readers, readers)))
+        return Programs(solving, most.chunks, most.readers)
+    half = divide_up(most.readers, 2)
+    readers = half if thirds == 2 else min(half, max(1, round(num_tokens / _TOKENS_BESIDE)))
+    return Programs(solving, most.chunks, readers)
 
 
 def _count_processors(device: torch.device) -> int:
@@ -189,7 +195,7 @@ def _solve(
     """
     if takes_several:
         # Hoisting out of the loop what does not change would take more registers than there are.
-        step = tl.load(counts + 2)
+        step = tl.maximum(tl.load(counts + 2), 1)  # 0 where a graph is captured
         end = tl.where(tl.program_id(1) < step, tl.load(counts), 0)
         for number in tl.range(tl.program_id(1), end, step, num_stages=1, disable_licm=True):
             _solve_piece(
@@ -365,7 +371,7 @@ def _read(
     convolved += head // (value_heads // key_heads) * key_dim
     of_decays, is_first = 2 * t[:, None] + tl.arange(0, 2)[None, :], (tl.arange(0, 2) == 0)[None, :]
     decays += 2 * head * num_tokens
-    step = tl.load(counts + 3)
+    step = tl.maximum(tl.load(counts + 3), 1)  # 0 where a graph is captured
     end = tl.where(tl.program_id(0) < step, tl.load(counts + 1), 0)
     for of_step in tl.range(tl.program_id(0), end, step, num_stages=1):
         chunk = chunks + 3 * of_step

@@ -16,8 +16,9 @@ from toka_async.kernels.launches.sizes import divide_up, round_to_power
 
 _ROWS = 4  # of a program, where each token is a row of its own
 _TOKENS = 64  # of a program, where rows have several
-_GROUPS = 8  # of these tokens, which are taken side by side; those of a group one after the other
-_REGISTERS = 128  # of a thread there, so that four programs fit a multiprocessor
+_GROUPS = 8  # runs of these tokens side by side; the tokens of a run come one after the other
+# Of a thread there, so that four programs fit a multiprocessor; with heads of more than so many values too few.
+_REGISTERS = 128
 _CHANNELS = 128  # of a program that keeps inputs,
 _PIECES = 32  # and pieces that it looks at at once
 NORM_EPS = 1e-6  # of the lengths of queries and keys
@@ -34,11 +35,10 @@ def convolve(
 ) -> Tensor:
     """Convolves tokens; returns queries, keys and values, [t, channels].
 
-    projected: [t, channels], a token's contiguous. states: [slots, width - 1, channels], oldest
-    input first. slots: [t], of each token; `padding` has no state. offsets: int32 [t], each token's place in its row's
-    chunk, from 1; 0: it is in no chunk, and what becomes of it has no meaning; None: each token is a row of its own,
-    and becomes its slot's newest input.
-    weights: [channels, width].
+    projected: [t, channels], a token's contiguous. states: [slots, width - 1, channels], oldest input first. slots:
+    [t], of each token; `padding` has no state. offsets: int32 [t], each token's place in its row's chunk, from 1; 0: it
+    is in no chunk, and what becomes of it has no meaning; None: each token is a row of its own, and becomes its slot's
+    newest input. weights: [channels, width].
     """
     num_tokens = len(projected)
     convolved = torch.empty(num_tokens, shape.num_channels, dtype=projected.dtype, device=projected.device)
@@ -46,7 +46,7 @@ def convolve(
     assert states.stride()[1:] == (shape.num_channels, 1)
     assert weights.is_contiguous()
     if num_tokens:
-        tokens = _ROWS if offsets is None else _TOKENS
+        tokens, dim_pad = _ROWS if offsets is None else _TOKENS, round_to_power(max(shape.key_dim, shape.value_dim))
         pdl = offsets is None and can_follow(projected)
         _convolve[2 * shape.num_key_heads + shape.num_value_heads, divide_up(num_tokens, tokens)](
             projected,
@@ -65,14 +65,14 @@ def convolve(
             value_heads=shape.num_value_heads,
             key_dim=shape.key_dim,
             value_dim=shape.value_dim,
-            dim_pad=round_to_power(max(shape.key_dim, shape.value_dim)),
+            dim_pad=dim_pad,
             width=shape.width,
             eps=NORM_EPS,
             tokens=tokens,
-            groups=min(tokens, _GROUPS),
+            groups=_GROUPS,
             pdl=pdl,
             num_warps=1 if offsets is None else 4,
-            maxnreg=None if offsets is None else _REGISTERS,
+            maxnreg=None if offsets is None or dim_pad > _REGISTERS else _REGISTERS,
             launch_pdl=pdl,
         )
     return convolved

@@ -40,25 +40,29 @@ class DeltaShape:
 
 @dataclass(slots=True, frozen=True)
 class Programs:
-    """How many programs of each head take pieces, chunks, and each part of a state that reads these.
+    """How many programs there are, each of which takes several if there are more.
 
-    Each takes several if there are more.
+    pieces: of each head. chunks: of each part of the channels, whose newest inputs are kept. readers: of each part of a
+    head's state, which is taken through chunks.
     """
 
     pieces: int
     chunks: int
     readers: int
 
+    def limit(self, num_pieces: int, num_chunks: int) -> Programs:
+        """Leaves out programs for more pieces and chunks than so many."""
+        return Programs(min(self.pieces, num_pieces), min(self.chunks, num_chunks), min(self.readers, num_chunks))
+
 
 @dataclass(slots=True, frozen=True)
 class StepChunks:
     """A step's chunks of prompts, cut into pieces, on the device.
 
-    counts: int32 [4]: pieces and chunks, then of the programs that are started, those that take pieces, and those that
-    read. pieces: int32 [p, 3]: a piece's first token in the step, its tokens, and the
-    number of the state in which the one behind it is kept, or -1. chunks: int32 [k, 3]: a chunk's first piece, its
-    pieces, and its slot. slots, offsets: int32 [t], of each token: its chunk's slot and its place in the chunk, from 1;
-    0: it is in none.
+    counts: int32 [4]: pieces, chunks, and how many of the programs that are started take pieces and read chunks.
+    pieces: int32 [p, 3]: a piece's first token in the step, its tokens, and the number of the state in which the one
+    behind it is kept, or -1. chunks: int32 [k, 3]: a chunk's first piece, its pieces, and its slot. slots, offsets:
+    int32 [t], of each token: its chunk's slot and its place in the chunk, from 1; 0: it is in none.
     """
 
     counts: Tensor

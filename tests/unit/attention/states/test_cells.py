@@ -14,9 +14,9 @@ def test_cells_describe_chunks_behind_decoding_rows() -> None:
     lengths, states = np.asarray([3, 2], np.int32), ChunkStates(np.asarray([7, 4], np.int32), ((0, 1, 2),))
     layout = ChunkCells(num_tokens=9, num_pieces=9, num_chunks=4)
     cells = np.zeros(layout.count, np.int32)
-    layout.fill(cells, cut_chunks(lengths, states, 2, 64, 20), states, 2, lengths, Programs(4, 3, 2))
+    layout.fill(cells, cut_chunks(lengths, states, 2, 64, 20), states, 2, lengths, Programs(4, 3, 1))
     read = layout.read(torch.from_numpy(cells), Programs(5, 3, 1))
-    assert read.counts.tolist() == [3, 2, 4, 2]
+    assert read.counts.tolist() == [3, 2, 4, 1]
     assert read.pieces.view(9, 3)[:4].tolist() == [[2, 1, 22], [3, 2, -1], [5, 2, -1], [0, 0, 0]]
     assert read.chunks.view(4, 3).tolist() == [[0, 2, 7], [2, 1, 4], [0, 0, 0], [0, 0, 0]]
     assert read.slots.tolist() == [0, 0, 7, 7, 7, 4, 4, 0, 0]

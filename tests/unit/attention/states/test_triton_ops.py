@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -96,26 +97,50 @@ def test_chunks_alone_have_a_program_for_each_piece(monkeypatch: pytest.MonkeyPa
     assert ops._chunks.programs == Programs(4, 2, 2)
 
 
+def test_cells_say_which_programs_take_part(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If they say more than are started, pieces and chunks are missed."""
+    monkeypatch.setattr(triton_ops, "count_programs", lambda *_: Programs(2, 16, 2))
+    for module, kind in ((torch, "empty"), (torch.Tensor, "new_empty")):  # what is missed is zero
+        monkeypatch.setattr(module, kind, getattr(module, kind.replace("empty", "zeros")))
+    weights, batch = make_weights(SHAPE, torch.float32, device), make_batch([4], [(2, 70), (0, 5)], [], device)
+    projected, gates = make_inputs(SHAPE, int(batch.query_lengths.sum()), torch.float32, device)
+    inputs, z = split_z(SHAPE, projected)
+
+    def compute(pieces: int, readers: int) -> torch.Tensor:
+        cache = make_cache(SHAPE, torch.float32, device)
+        ops = TritonStateOps(cache)
+        ops.plan(batch)
+        assert ops._chunks is not None
+        assert ops._chunks.counts.tolist() == [4, 2, 2, 2]
+        ops._chunks = replace(ops._chunks, programs=Programs(pieces, 2, readers))
+        ops.compute(0, inputs, z, gates, weights)
+        return cache.recurrent[:, 0]
+
+    whole, half_solved, half_read = compute(2, 2), compute(1, 2), compute(2, 1)
+    assert not torch.equal(half_solved[2], whole[2])
+    assert torch.equal(half_read[2], whole[2])
+    assert torch.equal(half_read[0], make_cache(SHAPE, torch.float32, device).recurrent[0, 0])
+
+
 @pytest.mark.parametrize(
-    ("num_pieces", "num_chunks", "heads", "capability", "expected"),
+    ("heads", "capability", "num_pieces", "expected"),
     [
-        (128, 20, 32, (9, 0), (12, 16, 4)),  # three times 128 programs on 132 multiprocessors
-        (80, 1, 8, (9, 0), (48, 1, 1)),
-        (256, 8, 256, (9, 0), (3, 8, 1)),  # at least one for each head and place
-        (3, 3, 8, (9, 0), (3, 3, 3)),
-        (8192, 20, 32, (10, 0), (8192, 16, 4)),  # none solves several
+        (32, (9, 0), 128, (12, 16, 4)),  # three times 128 programs on 132 multiprocessors
+        (8, (9, 0), 128, (48, 16, 16)),
+        (256, (9, 0), 128, (3, 16, 1)),  # at least one for each head and place
+        (32, (9, 0), 3, (3, 16, 4)),
+        (32, (10, 0), 8192, (8192, 16, 4)),  # none solves several
     ],
 )
 def test_programs_are_as_many_as_run_at_once(
-    num_pieces: int,
-    num_chunks: int,
     heads: int,
     capability: tuple[int, int],
+    num_pieces: int,
     expected: tuple[int, int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    make_hopper(monkeypatch, capability)
-    assert count_programs(num_pieces, num_chunks, heads, torch.device("cuda")) == Programs(*expected)
+    make_gpu(monkeypatch, capability)
+    assert count_programs(heads, torch.device("cuda")).limit(num_pieces, 20) == Programs(*expected)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +148,7 @@ def test_programs_are_as_many_as_run_at_once(
     [
         (508, 512, (4, 1)),
         (508, 4096, (4, 2)),
+        (1500, 17900, (4, 2)),
         (508, 7168, (8, 2)),  # both take about as long
         (128, 2048, (8, 2)),
         (256, 7168, (8, 4)),
@@ -130,21 +156,28 @@ def test_programs_are_as_many_as_run_at_once(
         (0, 7168, (12, 4)),
     ],
 )
-def test_programs_leave_room_for_rows(
-    num_rows: int, num_tokens: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_hopper(monkeypatch)
-    chosen = choose_programs(num_rows, num_tokens, Programs(12, 16, 4), torch.device("cuda"))
+def test_programs_leave_room_for_rows(num_rows: int, num_tokens: int, expected: tuple[int, int]) -> None:
+    chosen = choose_programs(num_rows, num_tokens, Programs(12, 16, 4))
     assert (chosen.pieces, chosen.readers) == expected
 
 
 def test_without_a_loop_all_programs_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_hopper(monkeypatch, (10, 0))
-    assert choose_programs(508, 2048, Programs(8192, 16, 4), torch.device("cuda")) == Programs(8192, 16, 1)
+    make_gpu(monkeypatch, (10, 0))
+    most = count_programs(32, torch.device("cuda"))
+    assert choose_programs(508, 2048, most).limit(40, 2) == Programs(40, 2, 1)
 
 
-def make_hopper(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
-    """Makes torch describe a GPU of 132 multiprocessors, unless stated otherwise a Hopper."""
+def test_a_step_without_a_graph_has_as_many_programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares are of all programs, not of those that few pieces and chunks leave."""
+    monkeypatch.setattr(triton_ops, "count_programs", lambda *_: Programs(12, 16, 4))
+    ops = TritonStateOps(make_cache(SHAPE, torch.float32, device))
+    ops.plan(make_batch([0, 1, 3, 4], [(2, 70), (5, 5)], [], device))  # 19 tokens a row
+    assert ops._chunks is not None
+    assert ops._chunks.programs == Programs(4, 2, 2)
+
+
+def make_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    """Makes torch describe a GPU of 132 multiprocessors."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
 
@@ -247,6 +280,17 @@ def test_a_graph_computes_any_step_of_its_size(device: torch.device, monkeypatch
         torch.testing.assert_close(output[:num_tokens].double(), expected, atol=5e-4, rtol=5e-4)
         torch.testing.assert_close(ours.recurrent, exact.recurrent, atol=5e-4, rtol=5e-4)
         assert torch.equal(ours.inputs, exact.inputs)
+
+
+def test_graphs_are_captured_without_a_step(device: torch.device) -> None:
+    """Cells are zeros then."""
+    cache = make_cache(SHAPE, torch.float32, device)
+    ops, before = TritonStateOps(cache), cache.recurrent.clone()
+    graph = Graph(ops, 48, 6, device)
+    ops.plan_mixed(graph.batch, graph.cells)
+    projected, gates = make_inputs(SHAPE, 48, torch.float32, device)
+    ops.compute(1, *split_z(SHAPE, projected), gates, make_weights(SHAPE, torch.float32, device))
+    assert torch.equal(cache.recurrent, before)
 
 
 def test_padding_changes_no_state(device: torch.device) -> None:
