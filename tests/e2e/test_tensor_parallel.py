@@ -28,7 +28,7 @@ IN_SHARDS = ("parallel.async_tp_min_tokens=3",)  # steps of prompts, and of seve
         (2, "gpt_oss", ()),
         (2, "qwen3_next", (*GROUPED, *IN_SHARDS)),
         (2, "qwen3_moe", ("parallel.ep=2", *GROUPED, *IN_SHARDS)),
-        pytest.param(4, "qwen3_moe", ("parallel.ep=4",), marks=pytest.mark.slow),
+        (4, "qwen3_moe", ("parallel.ep=4",)),
     ],
 )
 def test_greedy_tokens_equal_the_reference(

@@ -14,7 +14,7 @@ from toka_async.checkpoint.cost import count_layer_bytes
 from toka_async.checkpoint.experts_spec import ExpertsFeedSpec
 from toka_async.checkpoint.layer_spec import FeedSpec, MixerSpec
 from toka_async.checkpoint.matrix_spec import MatrixSpec
-from toka_async.checkpoint.quantization import BLOCK
+from toka_async.checkpoint.quantization import BLOCK, FORMATS
 from toka_async.checkpoint.spec import ModelError, ModelSpec
 
 _ITEMSIZE = 2  # bytes of a value that is not quantized, on the GPUs that pipelines are for
@@ -54,27 +54,39 @@ def check_tensor_size(spec: ModelSpec, tp: int) -> None:
     if not can_divide(spec, tp):
         broken = _find_broken_block(spec)
         if broken is not None:
+            is_published = FORMATS[broken.format].scale_name
             raise ModelError(
-                f"{', '.join(broken.names)}: rows or columns are no multiple of {BLOCK}, so there can be no scales for "
-                f"{BLOCK} x {BLOCK} values; use scales by channel (model.quantize=fp8)"
+                f"{', '.join(broken.names)}: rows or columns are no multiple of {BLOCK}; supported: whole blocks of "
+                f"{BLOCK} x {BLOCK} values; use {'the checkpoint in bfloat16 with ' if is_published else ''}scales by "
+                "channel (model.quantize=fp8)"
             )
         blocks = " into whole blocks of scales" if any("block" in layer.format for layer in spec.layers) else ""
-        sizes = ", ".join(map(str, tensor_sizes(spec)))
+        sizes = ", ".join(_list_divisions(spec))
         mixers = " and ".join(dict.fromkeys(mixer.describe() for mixer in _list_mixers(spec)))
         feeds = " and ".join(feed.describe() for feed in _list_feeds(spec))
         raise ModelError(
             f"parallel.tp={tp}: the model's {mixers} and "
-            f"{feeds} cannot be divided so{blocks}; "
-            + (f"use one of {sizes}" if sizes else "no tp can; use another ep")
+            f"{feeds} cannot be divided so{blocks}; " + (f"use one of {sizes}" if sizes else "no division is possible")
         )
+
+
+def _list_divisions(spec: ModelSpec) -> list[str]:
+    """Lists every possible `tp`; of a model with experts each with the possible `ep`."""
+    if not any(isinstance(layer.feed, ExpertsFeedSpec) for layer in spec.layers):
+        return list(map(str, tensor_sizes(spec)))
+    possible: dict[int, list[str]] = {}
+    for ep in range(1, spec.attention.num_heads + 1):
+        for tp in tensor_sizes(group_experts(spec, ep)):
+            possible.setdefault(tp, []).append(str(ep))
+    return [f"{tp} (parallel.ep={' or '.join(possible[tp])})" for tp in sorted(possible)]
 
 
 def group_experts(spec: ModelSpec, ep: int) -> ModelSpec:
     """Returns the model with its experts divided over `ep` groups of tensor ranks. Raises ModelError if it has none."""
-    if ep == 1:
-        return spec
     feeds = [layer.feed for layer in spec.layers]
     if not any(isinstance(feed, ExpertsFeedSpec) for feed in feeds):
+        if ep == 1:
+            return spec
         raise ModelError(f"parallel.ep={ep}: the model has no experts; use 1")
     grouped = [
         msgspec.structs.replace(feed, num_groups=ep) if isinstance(feed, ExpertsFeedSpec) else feed for feed in feeds

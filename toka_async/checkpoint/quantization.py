@@ -94,6 +94,11 @@ def read_quantization(file: JsonFile) -> Quantization | None:
     )
 
 
+def announces_cache_scales(file: JsonFile) -> bool:
+    """Tells whether a checkpoint says that it has scales for a quantized cache."""
+    return bool(file.section("quantization_config").fields.get("kv_cache_scheme"))
+
+
 def name_default_dtype(file: JsonFile) -> str:
     """Names the dtype of a checkpoint that names none, as gpt-oss as published: what its MXFP4 stands for exactly."""
     is_packed = file.section("quantization_config").fields.get("quant_method") == "mxfp4"
@@ -153,7 +158,7 @@ def _read_compressed(config: JsonFile) -> Quantization:
 
 def _expect(file: JsonFile, name: str, value: Any) -> None:
     if (actual := file.fields.get(name)) != value:
-        raise file.error(name, f"is {actual!r}; supported: {value!r}")
+        raise file.error(name, f"is {actual!r}; supported: {value!r}; or use the checkpoint in bfloat16")
 
 
 def _names(file: JsonFile, field: str) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from toka_async.checkpoint.cost import count_stage_bytes
+from toka_async.checkpoint.division import check_division, group_experts
 from toka_async.checkpoint.hub import resolve_model
 from toka_async.checkpoint.implementation import (
     NATIVE,
@@ -72,7 +73,9 @@ def report_model(config: Config) -> ModelReport:
     report, impl = ModelReport(path=config.model.path, model_type=model_type, impl=config.model.impl), ""
     try:
         impl = choose_implementation(model_dir, config.model)
-        return _describe(report, impl, read_model(model_dir, config.model, config.parallel), config)
+        spec = read_model(model_dir, config.model, config.parallel)
+        check_division(group_experts(spec, config.parallel.ep), config.parallel.pp, config.parallel.tp)
+        return _describe(report, impl, spec, config)
     except ModelError as error:
         hint = _find_hint(model_dir, config) if impl == "native" else ""
         return msgspec.structs.replace(report, impl=impl or report.impl, problem=str(error), hint=hint)
@@ -80,7 +83,7 @@ def report_model(config: Config) -> ModelReport:
 
 def _describe(report: ModelReport, impl: str, spec: ModelSpec, config: Config) -> ModelReport:
     dtype = spec.dtype if config.model.dtype == "auto" else config.model.dtype
-    itemsize = ITEMSIZES[dtype]
+    itemsize, is_e4m3 = ITEMSIZES[dtype], config.cache.dtype == "fp8"
     return msgspec.structs.replace(
         report,
         impl=impl,
@@ -88,7 +91,7 @@ def _describe(report: ModelReport, impl: str, spec: ModelSpec, config: Config) -
         num_layers=spec.num_layers,
         max_context=spec.max_context,
         weight_bytes=count_stage_bytes(spec, is_first=True, is_last=True, itemsize=itemsize),
-        kv_bytes_per_token=sum(attention.cached_values for attention in spec.attentions) * itemsize,
+        kv_bytes_per_token=sum(each.cached_values for each in spec.attentions) * (1 if is_e4m3 else itemsize),
     )
 
 

@@ -7,6 +7,7 @@ names are those that vLLM reads.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +18,8 @@ from toka_async.attention.kv_cache import LayerScales
 from toka_async.checkpoint.division import StagePart
 from toka_async.checkpoint.json_file import ModelError
 from toka_async.checkpoint.names import find_text_name
+
+logger = logging.getLogger(__name__)
 
 # Group 2 is of what: keys (k), values (v), both (kv), or what has none here: queries (q), the softmax (prob).
 _NAME = re.compile(
@@ -35,12 +38,13 @@ def parse_scale_name(name: str) -> tuple[int, str] | None:
     return int(layer), kind
 
 
-def read_cache_scales(paths: Iterable[Path], part: StagePart) -> tuple[LayerScales, ...]:
+def read_cache_scales(paths: Iterable[Path], part: StagePart, announced: bool = False) -> tuple[LayerScales, ...]:
     """Reads the scales of a stage's layers from safetensors files: 1 for those that the files do not have.
 
+    announced: the checkpoint says that it has them. Warns if it does, or has some of them, and others are missing.
     Raises ModelError, which names the tensor, for one that is no positive number.
     """
-    scales = [LayerScales()] * part.size
+    scales, missing = [LayerScales()] * part.size, {(layer, kind) for layer in range(part.size) for kind in "kv"}
     for path in paths:
         try:
             with safe_open(path, framework="pt") as file:
@@ -48,12 +52,18 @@ def read_cache_scales(paths: Iterable[Path], part: StagePart) -> tuple[LayerScal
                     layer, kind = parse_scale_name(name) or (-1, "")
                     if part.first <= layer < part.last and kind in ("k", "v", "kv"):
                         scale = _check_scale(path, name, file.get_tensor(name).flatten().float().tolist())
+                        missing -= {(layer - part.first, each) for each in kind}
                         of_layer = scales[layer - part.first]
                         scales[layer - part.first] = LayerScales(
                             scale if "k" in kind else of_layer.keys, scale if "v" in kind else of_layer.values
                         )
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: is not a readable safetensors file ({error}); download it again") from None
+    if missing and (announced or len(missing) < 2 * part.size):
+        layers = ", ".join(str(part.first + layer) for layer in sorted({layer for layer, _ in missing}))
+        logger.warning(
+            "cache.dtype=fp8: the checkpoint lacks a scale of keys or values in the layers %s: 1 is used", layers
+        )
     return tuple(scales)
 
 

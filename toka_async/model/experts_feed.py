@@ -45,6 +45,7 @@ class ExpertMatrix(nn.Module):
         self.outputs = outputs
         self.inputs = inputs
         self.names = names
+        assert spec.format == "dense" or spec.format in FORMATS, f"experts have no weights of the format {spec.format}"
         self.quantization = FORMATS.get(spec.format)
         self.num_matrices = len(spec.outputs)
         self.dtype = torch.get_default_dtype()

@@ -26,6 +26,7 @@ from toka_async.attention.modules import ModuleRequest, find_missing, list_archi
 from toka_async.attention.states.build import add_states, build_states, explain_no_states
 from toka_async.bar import show_nothing
 from toka_async.checkpoint.division import group_experts, make_rank_spec, make_stage_spec, stage_parts
+from toka_async.checkpoint.json_file import JsonFile
 from toka_async.checkpoint.limits import (
     DeviceKind,
     PageBytes,
@@ -35,6 +36,7 @@ from toka_async.checkpoint.limits import (
     resolve_num_snapshots,
     resolve_num_window_pages,
 )
+from toka_async.checkpoint.quantization import announces_cache_scales
 from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.config import Config
 from toka_async.grammars.matchers import RowMatchers, count_mask_threads
@@ -346,7 +348,8 @@ class RunnerFactory:
             else:
                 load_weights(decoder, self.model_dir, self.stages.show)
                 if self.cache_format.dtype == E4M3:
-                    scales = read_cache_scales(weight_files(self.model_dir), self.part)
+                    announced = announces_cache_scales(JsonFile(self.model_dir / "config.json"))
+                    scales = read_cache_scales(weight_files(self.model_dir), self.part, announced)
                     self.cache_format = replace(self.cache_format, scales=scales)
             self.stages.show(0, 0, "loaded; waiting for kernels that are compiled meanwhile")
         if self.spec.impl != "native" and has_kernels(self.device) and self.config.graphs.enabled:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -87,9 +88,10 @@ def test_experts_are_divided_by_number_and_by_units(
 def test_groups_of_experts_that_are_impossible(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"^parallel\.ep=2: the model has no experts; use 1$"):
         group_experts(shape(tmp_path, 6, 2, 72), 2)
-    with pytest.raises(ModelError, match=r"^parallel\.tp=3: .* 8 experts in parallel\.ep=2 groups .*use one of 2"):
+    possible = r"use one of 1 \(parallel\.ep=1\), 2 \(parallel\.ep=1 or 2\), .*, 12 \(parallel\.ep=2 or 4\)$"
+    with pytest.raises(ModelError, match=rf"^parallel\.tp=3: .* 8 experts in parallel\.ep=2 groups .*; {possible}"):
         check_tensor_size(experts(tmp_path, 8, 6, 2), 3)
-    with pytest.raises(ModelError, match=r"parallel\.ep=5 groups .*; no tp can; use another ep$"):
+    with pytest.raises(ModelError, match=rf"parallel\.ep=5 groups .*; {possible}"):
         check_tensor_size(experts(tmp_path, 8, 6, 5), 5)
 
 
@@ -155,5 +157,12 @@ def test_blocks_of_scales_are_not_cut(tmp_path: Path) -> None:
 
 def test_a_model_without_whole_blocks(tmp_path: Path) -> None:
     spec = read_spec(make_checkpoint(tmp_path, "llama"), "fp8_block")
-    with pytest.raises(ModelError, match=r"^self_attn\.q_proj, .* no multiple of 128.*\(model\.quantize=fp8\)$"):
+    with pytest.raises(ModelError, match=r"^self_attn\.q_proj, .* no multiple of 128.*; use scales .*quantize=fp8\)$"):
         check_tensor_size(spec, 1)
+    formats = {layer.format for layer in spec.layers}
+    published = [msgspec.structs.replace(layer, format="fp8/block/weight_scale_inv") for layer in spec.layers]
+    assert formats == {"fp8/block"}
+    with pytest.raises(
+        ModelError, match=r"no multiple of 128.*; use the checkpoint in bfloat16 with scales by channel"
+    ):
+        check_tensor_size(msgspec.structs.replace(spec, layers=tuple(published)), 1)

@@ -70,6 +70,15 @@ def test_a_native_model_is_described(capsys: pytest.CaptureFixture[str], tmp_pat
     assert (report["impl"], report["problem"]) == ("native", "")
     assert report["weights"] == "bfloat16, weights in fp8/channel"
     assert report["kv_bytes_per_token"] == 2 * 2 * 2 * 8 * 2
+    assert json.loads(run(capsys, str(folder), "--json", "cache.dtype=fp8")[1])["kv_bytes_per_token"] == 2 * 2 * 2 * 8
+
+
+def test_a_division_that_is_impossible_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = str(make_checkpoint(tmp_path, "qwen3", dtype="bfloat16"))
+    code, out = run(capsys, folder, "parallel.tp=3")
+    assert code == 2
+    assert "would be refused: parallel.tp=3: " in out
+    assert "parallel.ep=2: the model has no experts; use 1" in run(capsys, folder, "parallel.tp=2", "parallel.ep=2")[1]
 
 
 @pytest.fixture

@@ -62,6 +62,26 @@ def test_a_stage_reads_its_own_layers_out_of_all_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("names", "announced", "lacking"),
+    [
+        ([], False, ""),
+        ([], True, "2, 3"),
+        (["2.self_attn.kv_scale"], False, "3"),
+        (["2.self_attn.kv_scale", "3.self_attn.k_scale"], False, "3"),
+        (["2.self_attn.kv_scale", "3.self_attn.k_scale", "3.self_attn.v_scale"], True, ""),
+    ],
+)
+def test_layers_without_scales_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, names: list[str], announced: bool, lacking: str
+) -> None:
+    """Unless no layer has any, and the checkpoint does not say that they have."""
+    path = save(tmp_path / "model.safetensors", **{name.replace(".", "__"): torch.tensor(0.5) for name in names})
+    read_cache_scales([path], StagePart(2, 4, 5), announced)
+    assert ("in the layers " + lacking + ": 1 is used" in caplog.text) == bool(lacking)
+    assert len(caplog.records) == bool(lacking)
+
+
+@pytest.mark.parametrize(
     ("scale", "problem"),
     [
         (torch.ones(2), "has 2 numbers; supported: one for a layer"),
