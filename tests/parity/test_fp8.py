@@ -73,11 +73,14 @@ def test_perplexity_of_the_built_in_model(rounded_inputs: bool) -> None:
     assert rounded == pytest.approx(exact, rel=0.01)
 
 
-def test_a_start_quantizes_and_says_so() -> None:
+def test_a_start_quantizes() -> None:
+    """Half the bytes, and the same likeliest tokens, mostly: it is a trained model."""
     sizes, answers = [], []
     for how in ("none", "fp8"):
         engine = Engine(DEMO, quantize=how)
         sizes.append(engine.runner.ready.ranks[0].weights)
-        answers.append(engine.run(write_texts()[:4], max_tokens=8))
+        received = engine.run(write_texts(), max_tokens=8)
+        answers.append([answer.samples[0].token_ids for answer in received])
     assert sizes[1] < 0.5 * sizes[0]
-    assert all(len(answer.samples[0].token_ids) > 0 for answer in answers[1])
+    num_same = sum(exact == rounded for exact, rounded in zip(*answers, strict=True))
+    assert num_same > NUM_TEXTS / 2

@@ -51,10 +51,11 @@ class LoadCounter:
 
     def take_due(self) -> LoadReading | None:
         """Takes what was counted since the last time, if that is long ago."""
-        now = self._clock()
-        if now - self._read_at < INTERVAL:
-            return None
-        self._read_at = now
+        return self.take() if self._clock() - self._read_at >= INTERVAL else None
+
+    def take(self) -> LoadReading:
+        """Takes what was counted since the last time."""
+        self._read_at = self._clock()
         reading = LoadReading(self._layers, [loads.to(torch.int32) for loads in self._loads])
         self.reset()
         return reading

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,7 +31,7 @@ from toka_async.control import Control, ControlDone
 from toka_async.gpu_lock import GpuLockError, take_gpu
 from toka_async.grammars.matchers import RowMatchers, count_mask_threads
 from toka_async.grammars.vocabulary import GrammarVocabulary, is_installed
-from toka_async.messages import FromRank, RankDevice, Ready, Step, StepDone, ToRank
+from toka_async.messages import ExpertLoads, FromRank, RankDevice, Ready, Step, StepDone, ToRank
 from toka_async.procs.ahead_of_torch import begin_ahead
 from toka_async.procs.child import Alive, ChildSpec, ParentLink, Resources, Started
 from toka_async.procs.loading import hold_collections
@@ -63,7 +64,23 @@ STAGE_STREAMS = {
 }
 
 
-Collect = Callable[[], StepDone | ControlDone]  # waits for a step that a device was told to compute
+LOADS_AFTER = 1.0  # seconds without steps after which what the last ones counted of experts is read
+Collect = Callable[[], StepDone | ControlDone | ExpertLoads]  # waits for what a device was told to compute
+
+
+@dataclass(slots=True, frozen=True)
+class BuiltRank:
+    """A rank that is ready.
+
+    launch: launches a step. launch_loads: launches a reading of experts' loads; None: there are none. enter_thread:
+    what a thread that waits for results calls first. control: what a trainer controls.
+    """
+
+    ready: Ready
+    launch: Callable[[Step], Collect]
+    launch_loads: Callable[[], Collect] | None
+    enter_thread: Callable[[], None]
+    control: RankControl
 
 
 def run(link: ParentLink) -> None:
@@ -159,37 +176,43 @@ def warm_without_gpu(link: ParentLink) -> NoReturn:
 def serve(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank]) -> NoReturn:
     """Serve with a model. Raises ModelError or GpuLockError before the rank is ready."""
     try:
-        ready, launch, enter_thread, control = build(link.spec)
+        rank = build(link.spec)
     except (ModelError, GpuLockError):
         raise
     except Exception as error:
         let_others_end(link)
         refuse_lost_memory(error, link.spec.config)
         raise
-    announce(link, results, ready)
+    announce(link, results, rank.ready)
     launched: SimpleQueue[Collect] = SimpleQueue()
     progress, send = WorkProgress(), make_sender(link, results)
 
-    def end_step(step: StepDone | ControlDone) -> None:
+    def end_step(step: StepDone | ControlDone | ExpertLoads) -> None:
         if isinstance(step, StepDone):
             progress.end()
         send(step)
 
     watch_steps(link, progress)
     sender = threading.Thread(
-        target=send_results, args=(link, launched, end_step, enter_thread), name="results", daemon=True
+        target=send_results, args=(link, launched, end_step, rank.enter_thread), name="results", daemon=True
     )
     sender.start()
+    has_counted = False
     try:
         while True:
+            if has_counted and rank.launch_loads is not None and not steps.wait(LOADS_AFTER):
+                has_counted = False
+                launched.put(rank.launch_loads())
             message = steps.receive()
             if isinstance(message, Control):
                 # The other thread sends all answers. An action may take as long as it says.
-                launched.put(control.launch(message))
+                launched.put(rank.control.launch(message))
+                has_counted = False  # it may have given memory back
                 continue
             for part in message.passes():
                 progress.begin()
-                launched.put(launch(part))
+                launched.put(rank.launch(part))
+                has_counted = True
     except RuntimeError as error:
         report_device_failure(link, error)
 
@@ -212,19 +235,22 @@ def watch_steps(link: ParentLink, progress: WorkProgress) -> None:
     answer_while_moving(link, progress, link.spec.config.server.step_timeout, "a step", make_alive)
 
 
-def make_sender(link: ParentLink, results: Outbox[FromRank]) -> Callable[[StepDone | ControlDone], None]:
+def make_sender(link: ParentLink, results: Outbox[FromRank]) -> Callable[[StepDone | ControlDone | ExpertLoads], None]:
     """Make the function that sends a step's results (from one rank), times and loads (from one of each stage)."""
     layout, rank = link.spec.topology.layout, link.spec.rank
     stage, tensor_rank = layout.find_stage(rank)
     report = StageReport(stage, results) if layout.pp > 1 and tensor_rank == 0 else None
 
-    def send(step: StepDone | ControlDone) -> None:
+    def send(step: StepDone | ControlDone | ExpertLoads) -> None:
         if isinstance(step, ControlDone):  # every rank answers
             results.send(step)
             return
-        if step.loads is not None:
+        if isinstance(step, ExpertLoads):
             if tensor_rank == 0:  # all ranks of a stage route alike
-                results.send(step.loads)
+                results.send(step)
+            return
+        if step.loads is not None:
+            send(step.loads)
             step = msgspec.structs.replace(step, loads=None)
         if rank == layout.answering:  # all ranks of the last stage sample the same tokens
             results.send(step)
@@ -237,7 +263,7 @@ def make_sender(link: ParentLink, results: Outbox[FromRank]) -> Callable[[StepDo
 def send_results(
     link: ParentLink,
     launched: SimpleQueue[Collect],
-    send: Callable[[StepDone | ControlDone], None],
+    send: Callable[[StepDone | ControlDone | ExpertLoads], None],
     enter_thread: Callable[[], None],
 ) -> None:
     """Send every step's results, in order, as they are computed. Any error ends the process: no step may be missing."""
@@ -297,11 +323,8 @@ def make_resources(ready: Ready) -> Resources:
     )
 
 
-def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Collect], Callable[[], None], RankControl]:
-    """Return Ready, the function that launches a step, what a waiting thread calls first, and what a trainer controls.
-
-    Raises ModelError or GpuLockError.
-    """
+def build(spec: ChildSpec) -> BuiltRank:
+    """Raise ModelError or GpuLockError if the rank cannot be built."""
     config, model_dir = spec.config, Path(spec.model_dir)
     place = make_coords(spec)
     set_environment(place)
@@ -326,7 +349,13 @@ def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Collect], Callable[[
         logging.getLogger(__name__).info("ready for later starts: %s", factory.describe_kept())
     number = spec.replica * spec.topology.layout.num_ranks + spec.rank
     control = factory.make_control(runner, spec.rank, number)
-    return runner.ready, lambda step: runner.launch(step).collect, runner.enter_thread, control
+    return BuiltRank(
+        runner.ready,
+        lambda step: runner.launch(step).collect,
+        (lambda: runner.launch_loads().collect) if runner.counts_loads else None,
+        runner.enter_thread,
+        control,
+    )
 
 
 def make_vocabulary(spec: ChildSpec) -> GrammarVocabulary | None:

@@ -56,6 +56,18 @@ class PartResults:
         return own, _cut_chunks(self._asked, *of_chunks) if of_chunks else ()
 
 
+class LaunchedLoads:
+    """Counts of experts' tokens that the device copies to the host."""
+
+    def __init__(self, reading: LoadReading, copies: torch.cuda.Stream | None) -> None:
+        self._layers = reading.layers
+        self._counts = Download(reading.counts, copies)
+
+    def collect(self) -> ExpertLoads:
+        """Waits for the counts."""
+        return ExpertLoads(self._layers, tuple(map(column, self._counts.collect())))
+
+
 class LaunchedStep:
     """A step that the device computes, in parts. `collect` must be called in the order of launching."""
 
@@ -73,8 +85,7 @@ class LaunchedStep:
         self._parts = parts
         self._clock = clock
         self._num_compiles = num_compiles
-        self._layers = () if loads is None else loads.layers
-        self._loads = Download([] if loads is None else loads.counts, clock.copies)
+        self._loads = None if loads is None else LaunchedLoads(loads, clock.copies)
         self._span = clock.end(span)
 
     def collect(self) -> StepDone:
@@ -89,7 +100,7 @@ class LaunchedStep:
             waited=waited,
             stalled=self._clock.measure_stalls(self._span),
             num_compiles=self._num_compiles,
-            loads=self._collect_loads(),
+            loads=None if self._loads is None else self._loads.collect(),
         )
         if any(part.masked is not None for part in self._parts):
             done = self._add_masks(done)
@@ -126,9 +137,6 @@ class LaunchedStep:
             sum(measure_between(*draw.stall) for _, draw in masked if draw.stall is not None),
         )
         return msgspec.structs.replace(done, broken=i32_column(chain.from_iterable(broken)), masks=work)
-
-    def _collect_loads(self) -> ExpertLoads | None:
-        return ExpertLoads(self._layers, tuple(map(column, self._loads.collect()))) if self._layers else None
 
 
 def _put_in_order(parts: Sequence[npt.NDArray[Any]], places: Sequence[Int64 | None]) -> npt.NDArray[Any]:

@@ -38,7 +38,7 @@ from toka_async.runner.masks import GrammarMasks
 from toka_async.runner.micro_batches import Cutter, MicroBatch
 from toka_async.runner.pipeline import Pipeline, StageSetup
 from toka_async.runner.prompt_logprobs import compute_prompt_logprobs, find_asked_chunks
-from toka_async.runner.results import LaunchedStep, PartResults
+from toka_async.runner.results import LaunchedLoads, LaunchedStep, PartResults
 from toka_async.runner.rows import RowTables
 from toka_async.runner.samples import Draws, Sampler
 from toka_async.runner.slab_sampler import SlabDraw, SlabSampler
@@ -161,6 +161,17 @@ class Runner:
         """Tells the device to compute a step of one pass. A GPU does so later, and keeps what it samples."""
         with torch.inference_mode():
             return self._launch(step)
+
+    @property
+    def counts_loads(self) -> bool:
+        """Tells whether the stage has experts."""
+        return self._loads is not None
+
+    def launch_loads(self) -> LaunchedLoads:
+        """Tells the device to copy what was counted of experts since the last time."""
+        assert self._loads is not None
+        with torch.inference_mode():
+            return LaunchedLoads(self._loads.take(), self._clock.copies)
 
     def _launch(self, step: Step) -> LaunchedStep:
         span = self._clock.begin()

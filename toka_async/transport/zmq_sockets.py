@@ -92,6 +92,10 @@ class ZmqInbox(Generic[T]):
             num_bytes += len(frame.buffer)
         return messages, num_bytes, False
 
+    def wait(self, seconds: float) -> bool:
+        """Waits until a message has arrived, so long at most. Returns whether one has."""
+        return bool(self.socket.poll(round(1000 * seconds)))
+
     def receive(self) -> T:
         return self._codec.decode(self.socket.recv(copy=False).buffer)
 

@@ -47,6 +47,9 @@ def test_counts_are_read_now_and_then(tmp_path: Path) -> None:
     counter.reset()
     clock.now += INTERVAL
     assert read() == [0] * 8
+    run(decoder, 2, num_tokens=5)
+    assert read() is None
+    assert int(counter.take().counts[0].sum()) == 3 * 5  # however short it is ago
 
 
 def test_feeds_know_how_many_tokens_count(tmp_path: Path) -> None:

@@ -23,10 +23,20 @@ from toka_async.messages import ExpertLoads, FromRank, RankDevice, Ready, StageT
 from toka_async.procs import rank
 from toka_async.procs.child import Alive, ChildSpec, Fatal, ParentLink, Started, Status
 from toka_async.procs.progress import WorkProgress
-from toka_async.procs.rank import Collect, announce, make_resources, make_sender, send_results, serve
+from toka_async.procs.rank import (
+    LOADS_AFTER,
+    BuiltRank,
+    Collect,
+    announce,
+    make_resources,
+    make_sender,
+    send_results,
+    serve,
+)
 from toka_async.topology import Layout, local_topology, make_layout
 from toka_async.transport.life_sockets import OTHERS_FIRST
 from toka_async.transport.zmq_sockets import ZmqInbox, ZmqOutbox
+from toka_async.weights.rank_control import RankControl
 
 READY = Ready(
     num_pages=1,
@@ -48,6 +58,9 @@ def make_spec(config: Config) -> ChildSpec:
         served_name="",
         shape=read_spec(resolve_model("demo")),
     )
+
+
+PAUSE = "pause"
 
 
 class Link(ParentLink):
@@ -105,19 +118,25 @@ class Computed:
 
 
 class Steps:
-    """An inbox; when it is empty, the parent ends the process."""
+    """An inbox; when it is empty, the parent ends the process. PAUSE: nothing comes for long."""
 
-    def __init__(self, steps: Sequence[ToRank], link: Link, results: Results, num_results: int) -> None:
+    def __init__(self, steps: Sequence[ToRank | str], link: Link, results: Results, num_results: int) -> None:
         self.steps = [*steps]
         self.link = link
         self.results = results
         self.num_results = num_results
 
+    def wait(self, seconds: float) -> bool:
+        assert seconds == LOADS_AFTER
+        return self.steps[:1] != [PAUSE]
+
     def receive(self) -> ToRank:
+        while self.steps[:1] == [PAUSE]:
+            self.steps.pop(0)
         if not self.steps:
             self.results.wait_for(self.num_results)
             self.link.exit()
-        return self.steps.pop(0)
+        return cast("ToRank", self.steps.pop(0))
 
 
 def nothing() -> None:
@@ -179,8 +198,10 @@ def test_the_last_stages_first_rank_answers(
 def test_the_first_rank_of_each_stage_tells_its_experts_loads(link: Link, results: Results, number: int) -> None:
     topology, loads = local_topology(Path("unused"), Layout(pp=2, tp=2)), ExpertLoads((number // 2,), (EMPTY,))
     link.spec = msgspec.structs.replace(link.spec, topology=topology, rank=number)
-    make_sender(link, results)(StepDone(step_id=6, token_ids=EMPTY, loads=loads))
-    assert [message for message in results.sent if isinstance(message, ExpertLoads)] == [loads] * (number % 2 == 0)
+    send = make_sender(link, results)
+    send(StepDone(step_id=6, token_ids=EMPTY, loads=loads))
+    send(loads)
+    assert [message for message in results.sent if isinstance(message, ExpertLoads)] == 2 * [loads] * (number % 2 == 0)
     assert all(message.loads is None for message in results.sent if isinstance(message, StepDone))
 
 
@@ -232,18 +253,24 @@ def test_announcing(link: Link, results: Results, frozen: list[str]) -> None:
 
 
 def run_serve(
-    patch: pytest.MonkeyPatch, launch: Callable[[Step], Computed], link: Link, results: Results, steps: Steps
+    patch: pytest.MonkeyPatch,
+    launch: Callable[[Step], Computed],
+    link: Link,
+    results: Results,
+    steps: Steps,
+    launch_loads: Callable[[], Collect] | None = None,
 ) -> list[Status]:
     """Serves until the process ends; what it said. Its thread then ends too."""
     entered: list[str] = []
     queue: SimpleQueue[Collect] = SimpleQueue()
     patch.setattr(rank, "SimpleQueue", lambda: queue)
     control = SimpleNamespace(launch=lambda order: lambda: ControlDone(number=order.number))
-    started = (
+    started = BuiltRank(
         READY,
         lambda step: launch(step).collect,
+        launch_loads,
         lambda: entered.append(threading.current_thread().name),
-        control,
+        cast("RankControl", control),
     )
     patch.setattr(rank, "build", lambda _: started)
     patch.setattr(threading, "excepthook", lambda _: None)
@@ -308,6 +335,29 @@ def test_an_action_is_answered_after_the_steps_before_it(
     run_serve(monkeypatch, lambda step: Computed(step.step_id), link, results, Steps(messages, link, results, 1 + 3))
     sent = [each.step_id if isinstance(each, StepDone) else each for each in results.sent[1:]]
     assert sent == [1, ControlDone(number=5), 2]
+
+
+@pytest.mark.usefixtures("frozen")
+def test_what_the_last_steps_counted_is_read_once_none_comes(
+    link: Link, results: Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after an action, which may have given the counts' memory back, and not twice."""
+    order, loads = Control(number=5, action=Checksum()), ExpertLoads((0,), (EMPTY,))
+    messages: list[ToRank | str] = [
+        PAUSE,
+        Step(step_id=1),
+        Step(step_id=2),
+        PAUSE,
+        PAUSE,
+        Step(step_id=3),
+        order,
+        PAUSE,
+        Step(step_id=4),
+    ]
+    steps = Steps(messages, link, results, 1 + 6)
+    run_serve(monkeypatch, lambda step: Computed(step.step_id), link, results, steps, lambda: lambda: loads)
+    sent = [each.step_id if isinstance(each, StepDone) else each for each in results.sent[1:]]
+    assert sent == [1, 2, loads, 3, ControlDone(number=5), 4]
 
 
 @pytest.mark.usefixtures("frozen")

@@ -155,6 +155,13 @@ def test_receive_waits_for_the_next_message(wires: Wires, inbox: ZmqInbox[ToSche
     assert inbox.receive() == DropStop(stop_id=2)
 
 
+def test_a_message_may_be_waited_for(wires: Wires, inbox: ZmqInbox[ToScheduler]) -> None:
+    assert not inbox.wait(0.01)
+    wires.outbox().send(DropStop(stop_id=1))
+    assert inbox.wait(60)
+    assert inbox.receive() == DropStop(stop_id=1)
+
+
 def test_messages_outlive_the_sockets_they_came_by(wires: Wires, inbox: ZmqInbox[ToScheduler]) -> None:
     sender, prompt = wires.outbox(), np.arange(50_000, dtype=np.int32)
     sender.send(Cancels(request_ids=column(prompt)))
