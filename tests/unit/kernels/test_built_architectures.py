@@ -23,7 +23,6 @@ Case = tuple[int, str, dict[str, Any]]
 BF16, FP16, FP32 = "bfloat16", "float16", "float32"
 E4M3 = "float8_e4m3fn"
 SMALL = (86, 89, 120)  # with less shared memory than others
-LARGE = (90, 100)  # with more
 LEAST_COPIED = 8  # tokens of a page that the kernel for Hopper chips can copy
 QWEN3 = {"hidden": 2048, "inner": 768, "num_experts": 128, "top_k": 8}  # 30B-A3B
 QWEN3_5 = {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128}
@@ -136,7 +135,7 @@ def check(cases: list[Case]) -> None:
                 expected = "tiles 0" if is_e4m3 and arguments["dim"] > 64 else "tiles for Hopper"
                 expected += " and wide pages" if is_e4m3 else ""
         elif what == "experts":
-            of_16_bits = "7 tiles" if arch in LARGE else "6 tiles"
+            of_16_bits = "6 tiles" if arch in SMALL else "7 tiles"
             expected = {None: of_16_bits, True: "3 tiles", False: "4 tiles"}[arguments.get("by_block")]
         elif what == "few rows":
             expected = "5 tiles" if arch in SMALL else "6 tiles"
