@@ -54,7 +54,7 @@ def check_tensor_size(spec: ModelSpec, tp: int) -> None:
     if not can_divide(spec, tp):
         broken = _find_broken_block(spec)
         if broken is not None:
-            is_published = FORMATS[broken.format].scale_name
+            is_published = bool(FORMATS[broken.format].scale_name)
             raise ModelError(
                 f"{', '.join(broken.names)}: rows or columns are no multiple of {BLOCK}; supported: whole blocks of "
                 f"{BLOCK} x {BLOCK} values; use {'the checkpoint in bfloat16 with ' if is_published else ''}scales by "
@@ -74,10 +74,12 @@ def _list_divisions(spec: ModelSpec) -> list[str]:
     """Lists every possible `tp`; of a model with experts each with the possible `ep`."""
     if not any(isinstance(layer.feed, ExpertsFeedSpec) for layer in spec.layers):
         return list(map(str, tensor_sizes(spec)))
-    possible: dict[int, list[str]] = {}
-    for ep in range(1, spec.attention.num_heads + 1):
-        for tp in tensor_sizes(group_experts(spec, ep)):
-            possible.setdefault(tp, []).append(str(ep))
+    most, possible = spec.attention.num_heads, dict[int, list[str]]()
+    for ep in range(1, most + 1):
+        grouped = group_experts(spec, ep)
+        for tp in range(ep, most + 1, ep):
+            if can_divide(grouped, tp):
+                possible.setdefault(tp, []).append(str(ep))
     return [f"{tp} (parallel.ep={' or '.join(possible[tp])})" for tp in sorted(possible)]
 
 

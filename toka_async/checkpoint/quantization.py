@@ -95,7 +95,7 @@ def read_quantization(file: JsonFile) -> Quantization | None:
 
 
 def announces_cache_scales(file: JsonFile) -> bool:
-    """Tells whether a checkpoint says that it has scales for a quantized cache."""
+    """Tells whether a checkpoint says by a `kv_cache_scheme` that it has scales for a quantized cache."""
     return bool(file.section("quantization_config").fields.get("kv_cache_scheme"))
 
 

@@ -341,13 +341,12 @@ def test_an_action_is_answered_after_the_steps_before_it(
 def test_what_the_last_steps_counted_is_read_once_none_comes(
     link: Link, results: Results, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not after an action, which may have given the counts' memory back, and not twice."""
+    """Not before a step, and not after an action, which may have given the counts' memory back."""
     order, loads = Control(number=5, action=Checksum()), ExpertLoads((0,), (EMPTY,))
     messages: list[ToRank | str] = [
         PAUSE,
         Step(step_id=1),
         Step(step_id=2),
-        PAUSE,
         PAUSE,
         Step(step_id=3),
         order,

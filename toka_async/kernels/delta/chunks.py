@@ -21,10 +21,11 @@ from toka_async.kernels.launches.sizes import divide_up, round_to_power
 _BLOCKS = 4  # of a piece, whose systems are solved row by row; the rest is products
 _SOLVING = 3  # programs that run at once on a multiprocessor, with 16-bit values
 _CHUNKS = 16  # programs that keep chunks' newest inputs, for each part of the channels
-# Tokens of chunks for each decoding row, as measured on an H200 with 32 heads of 128. From so many on, chunks get two
-# thirds of the programs that solve and half of those that read; all that read; all.
-_TWO_THIRDS, _ALL_READERS, _ALL = 12, 24, 32
-_TOKENS_BESIDE = 2048  # of chunks, for each program that reads, where chunks have fewer tokens than `_TWO_THIRDS` a row
+# Chunks' tokens for each decoding row, as measured on an H200 with 32 heads of 128: from so many on
+_TWO_THIRDS = 12  # chunks get two thirds of the programs that solve, instead of one, and half of those that read,
+_ALL_READERS = 24  # all that read,
+_ALL = 32  # and all that solve.
+_TOKENS_BESIDE = 2048  # of chunks, for each program that reads, where there are fewer than `_TWO_THIRDS` for each row
 _REGISTERS = 168  # of a thread that solves 16-bit values, so that `_SOLVING` programs run at once
 _MOST_KEYS = 128  # of a head, of which a chip's shared memory holds several pieces
 _UNLIMITED = 2**31 - 1

@@ -17,8 +17,8 @@ from toka_async.kernels.launches.sizes import divide_up, round_to_power
 _ROWS = 4  # of a program, where each token is a row of its own
 _TOKENS = 64  # of a program, where rows have several
 _GROUPS = 8  # runs of these tokens side by side; the tokens of a run come one after the other
-# Of a thread there, so that four programs fit a multiprocessor; with heads of more than so many values too few.
-_REGISTERS = 128
+_REGISTERS = 128  # of a thread there, so that four programs fit a multiprocessor,
+_MOST_VALUES = 128  # and of a head for which they suffice
 _CHANNELS = 128  # of a program that keeps inputs,
 _PIECES = 32  # and pieces that it looks at at once
 NORM_EPS = 1e-6  # of the lengths of queries and keys
@@ -72,7 +72,7 @@ def convolve(
             groups=_GROUPS,
             pdl=pdl,
             num_warps=1 if offsets is None else 4,
-            maxnreg=None if offsets is None or dim_pad > _REGISTERS else _REGISTERS,
+            maxnreg=None if offsets is None or dim_pad > _MOST_VALUES else _REGISTERS,
             launch_pdl=pdl,
         )
     return convolved
