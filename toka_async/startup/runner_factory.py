@@ -100,6 +100,7 @@ from toka_async.startup.weights_fit import catch_lost_memory, check_weights_fit,
 from toka_async.tuning.async_tp import RankShape, build_layouts
 from toka_async.tuning.attention import AttentionChoice
 from toka_async.tuning.capture_trial import can_be_captured
+from toka_async.tuning.product_loads import load_products
 from toka_async.tuning.settle import settle
 from toka_async.tuning.store import Facts
 from toka_async.weights.rank_control import RankControl, SleepingCache
@@ -579,6 +580,8 @@ class RunnerFactory:
                 for done, total in runner.mixed.capture(list_mixed_sizes(max_graph_tokens), least > 0):
                     self.stages.show(done, total, "graphs captured")
 
+        if has_kernels(self.device):
+            load_products(decoder, self.limits, self.dtype, self.device)
         captures = most > 0 and runner.decode is not None and runner.decode.can_capture
         warm_up(runner, self.stages, self.coords.num_micro_batches, capture if captures else None)
 
