@@ -22,7 +22,8 @@ _BLOCKS = 4  # of a piece, whose systems are solved row by row; the rest is prod
 _SOLVING = 3  # programs that run at once on a multiprocessor, with 16-bit values
 _CHUNKS = 16  # programs that keep chunks' newest inputs, for each part of the channels
 # Chunks' tokens for each decoding row, as measured on an H200 with 32 heads of 128: from so many on
-_TWO_THIRDS = 12  # chunks get two thirds of the programs that solve, instead of one, and half of those that read,
+_TWO_THIRDS = 6  # chunks get two thirds of the programs that solve, instead of one, and half of those that read,
+_MOST_READERS = 20  # three fourths of those that read,
 _ALL_READERS = 24  # all that read,
 _ALL = 32  # and all that solve.
 _TOKENS_BESIDE = 2048  # of chunks, for each program that reads, where there are fewer than `_TWO_THIRDS` for each row
@@ -82,6 +83,8 @@ def choose_programs(num_rows: int, num_tokens: int, most: Programs) -> Programs:
     solving = _UNLIMITED if most.pieces == _UNLIMITED else divide_up(thirds * most.pieces, 3)
     if num_tokens >= _ALL_READERS * num_rows:
         return Programs(solving, most.chunks, most.readers)
+    if num_tokens >= _MOST_READERS * num_rows:
+        return Programs(solving, most.chunks, divide_up(3 * most.readers, 4))
     half = divide_up(most.readers, 2)
     readers = half if thirds == 2 else min(half, max(1, round(num_tokens / _TOKENS_BESIDE)))
     return Programs(solving, most.chunks, readers)
