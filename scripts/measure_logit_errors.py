@@ -2,7 +2,6 @@
 
     python scripts/measure_logit_errors.py model.path=MODEL model.load=random
     python scripts/measure_logit_errors.py --formats none,fp8 --folder KEPT model.path=MODEL model.load=random
-    python scripts/measure_logit_errors.py --formats fp8_block --folder KEPT model.path=MODEL model.load=random
     python scripts/measure_logit_errors.py --layers 4 --caches auto model.path=MODEL model.load=random
 
 Every model is an ordinary rank with its measured kernels, but without graphs. It computes prompts of random tokens in
@@ -118,10 +117,10 @@ def watch_inputs(ops: Ops) -> PlainInputs:
     if experts is not None:
         compute = experts.compute
 
-        def watch_experts(plan: Any, x: Tensor, routes: Any, weights: ExpertWeights, *rest: Any) -> None:
+        def watch_experts(plan: Any, x: Tensor, routes: Any, placed: Any, weights: ExpertWeights, *rest: Any) -> None:
             if plan.gated is None:
                 plain.add(EXPERTS, x, weights.down)
-            compute(plan, x, routes, weights, *rest)
+            compute(plan, x, routes, placed, weights, *rest)
 
         experts.compute = watch_experts
     return plain
@@ -212,11 +211,13 @@ class FormatOps(TorchOps):
         self._plain = plain
         self.scaled = None if plain.all else FormatProducts(plain)
 
-    def mix_experts(self, x: Tensor, logits: Tensor, experts: ExpertWeights, residual: Tensor | None) -> Tensor:
+    def mix_experts(
+        self, x: Tensor, logits: Tensor, experts: ExpertWeights, residual: Tensor | None, of_all: Any = None
+    ) -> Tensor:
         scales, ops = experts.gate_up_scales, TorchOps()
         if scales is not None and not self._plain.has(EXPERTS, x, experts.down):
             ops = RoundedInputs(by_block=scales.ndim == 3)
-        return mix_experts(ops, x, logits, experts, residual)
+        return mix_experts(ops, x, logits, experts, residual, of_all)
 
 
 @dataclass(slots=True, frozen=True)

@@ -34,10 +34,10 @@ from toka_async.kernels.append import append
 from toka_async.kernels.built import explain_unbuilt
 from toka_async.kernels.delta import chunks, convolution, step
 from toka_async.kernels.delta.layer import DeltaShape, DeltaWeights
-from toka_async.kernels.experts import few_tokens, routing
+from toka_async.kernels.experts import few_tokens, gate, routing
 from toka_async.kernels.experts.grouped import BLOCK, GroupedProducts
 from toka_async.kernels.experts.mixture import ExpertKernels, ExpertPlan
-from toka_async.kernels.experts.weights import ExpertWeights
+from toka_async.kernels.experts.weights import ExpertOfAll, ExpertWeights
 from toka_async.kernels.fp8.quantize import FP8, quantize, quantize_gate, quantize_norm
 from toka_async.kernels.fp8.scaled import TILES, multiply_scaled
 from toka_async.kernels.fused import FusedOps
@@ -106,8 +106,7 @@ def build_layer(dtype: str, dim: int, hidden: int) -> str:
     for residual in (None, x):
         ops.add_norm(x, residual, x[0], 1e-6)
     ops.gate(x, "silu")
-    for gates in (x, x[:, :1]):
-        ops.apply_gates(x, gates)
+    ops.apply_gates(x, x)
     return "all"
 
 
@@ -132,7 +131,7 @@ def build_experts(
     by_block: weights are in E4M3, with scales of blocks or of rows; None: they are not. is_clamped: as of gpt-oss.
     """
     arch = triton.runtime.driver.active.get_current_target().arch
-    for module in (routing, few_tokens):
+    for module in (routing, few_tokens, gate):
         module.can_follow = lambda _: arch >= 90  # type: ignore[attr-defined]
     kind = getattr(torch, dtype)
     experts = ExpertWeights(
@@ -157,7 +156,8 @@ def build_experts(
     x, logits = torch.zeros(num_experts, hidden, dtype=kind), torch.zeros(num_experts, num_experts, dtype=kind)
     kernels = ExpertKernels(GroupedProducts(copies=arch >= 90))
     for num_tokens in (1, num_experts):  # straight, and grouped
-        kernels.mix(x[:num_tokens], logits[:num_tokens], experts, x[:num_tokens])
+        for of_all in (None, ExpertOfAll(lambda: x, x[:1])):
+            kernels.mix(x[:num_tokens], logits[:num_tokens], experts, x[:num_tokens], of_all)
     routes = routing.route(logits[:3], top_k, True)
     plans = [partial(kernels.compute, ExpertPlan(tile, tile), x[:3], routes, experts, x[:3], True) for tile in tiles]
     return f"{sum(not explain_unbuilt(plan) for plan in plans)} tiles"

@@ -28,7 +28,7 @@ _GATE_BLOCK = 2048
 
 
 class ExpertMixing(Protocol):
-    def mix(self, x: Tensor, logits: Tensor, experts: Any, residual: Tensor | None) -> Tensor:
+    def mix(self, x: Tensor, logits: Tensor, experts: Any, residual: Tensor | None, of_all: Any = None) -> Tensor:
         """See `Ops.mix_experts`."""
         ...
 
@@ -114,8 +114,8 @@ class FusedOps:
         """Multiplies in place. A token's gates are contiguous. Their sigmoid is rounded to the dtype, as torch does."""
         num_tokens, width = x.shape
         assert x.is_contiguous()
-        assert gates.shape in {(num_tokens, width), (num_tokens, 1)}
-        assert gates.stride(1) == 1 or gates.shape[1] == 1
+        assert gates.shape == x.shape
+        assert gates.stride(1) == 1
         block, pdl = min(_GATE_BLOCK, round_to_power(width)), can_follow(x)
         if num_tokens:
             _apply_gates[(num_tokens, divide_up(width, block))](
@@ -123,7 +123,6 @@ class FusedOps:
                 gates,
                 gates.stride(0),
                 width=width,
-                is_one=gates.shape[1] == 1,
                 block=block,
                 pdl=pdl,
                 num_warps=4,
@@ -165,9 +164,11 @@ class FusedOps:
             return None, residual.addmm_(x, weight.t())
         return None, self.products.add(residual, x, weight)
 
-    def mix_experts(self, x: Tensor, logits: Tensor, experts: Any, residual: Tensor | None) -> Tensor:
+    def mix_experts(
+        self, x: Tensor, logits: Tensor, experts: Any, residual: Tensor | None, of_all: Any = None
+    ) -> Tensor:
         assert self.experts is not None
-        return self.experts.mix(x, logits, experts, residual)
+        return self.experts.mix(x, logits, experts, residual, of_all)
 
     def _compute_few(
         self,
@@ -243,19 +244,15 @@ def _apply_gates(
     gates_at,
     stride,
     width: tl.constexpr,
-    is_one: tl.constexpr,
     block: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """One program scales `block` values of one token. is_one: a token has one gate."""
+    """One program scales `block` values of one token."""
     follow(pdl)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     within = column < width
     x = tl.load(x_at + token * width + column, mask=within, other=0.0)
-    if is_one:
-        gate = tl.load(gates_at + token * stride)
-    else:
-        gate = tl.load(gates_at + token * stride + column, mask=within, other=0.0)
+    gate = tl.load(gates_at + token * stride + column, mask=within, other=0.0)
     share = tl.sigmoid(gate.to(tl.float32)).to(x.dtype).to(tl.float32)
     tl.store(x_at + token * width + column, (x.to(tl.float32) * share).to(x.dtype), mask=within)

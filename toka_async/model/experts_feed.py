@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from toka_async.checkpoint.experts_spec import ExpertMatrixSpec, ExpertNames, Ex
 from toka_async.checkpoint.layer_spec import LayerSpec
 from toka_async.checkpoint.matrix_spec import MatrixSpec
 from toka_async.checkpoint.quantization import BLOCK, FORMATS
-from toka_async.kernels.experts.weights import ExpertWeights
+from toka_async.kernels.experts.weights import ExpertOfAll, ExpertWeights
 from toka_async.model.activation_layout import ActivationLayout
 from toka_async.model.comm import Comm, LocalComm
 from toka_async.model.layers import InputNorm
@@ -140,7 +141,7 @@ class ExpertsFeed(nn.Module):
         self.spec = feed
         self.ops = ops
         self.is_alone = comm.size == 1
-        self.adds_experts = adds and self.is_alone
+        self.adds = adds and self.is_alone
         router, gate_up, down, *of_shared = layer.list_feed_matrices(hidden_size)
         assert isinstance(gate_up, ExpertMatrixSpec)
         assert isinstance(down, ExpertMatrixSpec)
@@ -153,7 +154,6 @@ class ExpertsFeed(nn.Module):
         self.gate_up = ExpertMatrix(gate_up, held, inner, hidden, names.list_gate_up())
         self.down = ExpertMatrix(down, held, hidden, inner, (names.down,))
         self.shared = SharedExpert(of_shared, feed.activation, comm, ops) if of_shared else None
-        self.adds = self.adds_experts and self.shared is None
         self.dtype = torch.get_default_dtype()
         self.loads = nn.Buffer(torch.zeros(feed.num_experts, dtype=torch.int64))  # tokens that chose each expert
         self.counted: Tensor | None = None  # see `ExpertWeights`
@@ -164,11 +164,9 @@ class ExpertsFeed(nn.Module):
         normed, residual = norm(hidden, residual)
         x = layout.gather(normed)
         logits = self.router.product(self.router.take(x))
-        of_all = None if self.shared is None else self.shared(x)
-        if self.adds_experts:
-            return of_all, self.ops.mix_experts(x, logits, self.weights, residual)
-        mixed = self.ops.mix_experts(x, logits, self.weights, of_all)
-        return layout.reduce(mixed), residual
+        of_all = None if self.shared is None else self.shared.pass_through(x)
+        mixed = self.ops.mix_experts(x, logits, self.weights, residual if self.adds else None, of_all)
+        return (None, mixed) if self.adds else (layout.reduce(mixed), residual)
 
     @property
     def weights(self) -> ExpertWeights:
@@ -204,21 +202,28 @@ class ExpertsFeed(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """A gated network that all tokens pass through, of which each tensor rank has a part; a gate says its share."""
+    """A gated network that all tokens pass through, of which each tensor rank has a part; a gate says its share.
+
+    Unlike its two other matrices, the gate is whole on each rank, and never quantized.
+    """
 
     def __init__(self, matrices: Sequence[MatrixSpec], activation: str, comm: Comm, ops: Ops) -> None:
         super().__init__()
         gate, gate_up, down = matrices
-        self.ops = ops
         self.activation = activation
         self.gate = build_matrix(gate, LocalComm(), ops)
         self.gate_up = build_matrix(gate_up, comm, ops)
         self.down = build_matrix(down, comm, ops)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[t, hidden] to the rank's part of [t, hidden]."""
-        inner = self.gate_up.gated(self.gate_up.take(x), self.activation, self.down)
-        return self.ops.apply_gates(self.down.product(inner), self.gate.product(self.gate.take(x)))
+        """[t, hidden] to the rank's part of [t, hidden], before the gate."""
+        return self.down.product(self.gate_up.gated(self.gate_up.take(x), self.activation, self.down))
+
+    def pass_through(self, x: Tensor) -> ExpertOfAll:
+        """Returns what it makes of tokens [t, hidden], which is yet to be computed, and its gate."""
+        gate = self.gate.plain
+        assert gate is not None
+        return ExpertOfAll(partial(self, x), gate)
 
     def uses(self) -> Iterator[MatrixUse]:
         yield MatrixUse(self.gate_up, self.activation)

@@ -14,6 +14,7 @@ from toka_async.checkpoint.foreign_spec import ForeignFeedSpec
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.kernels.append import append
 from toka_async.kernels.decode_rows import begin_rows
+from toka_async.kernels.experts.gate import open_gate
 from toka_async.kernels.fused import FusedOps
 from toka_async.kernels.launches.pdl import list_row_counts
 from toka_async.runner.device_rows import DeviceRows
@@ -47,10 +48,11 @@ def list_layer_trials(
     def gate_rows(num_rows: int, inner: int, activation: str) -> None:
         ops.gate(make(num_rows, 2 * inner), activation)
 
-    def apply_gates(num_rows: int, width: int, num_gates: int) -> None:
-        # Where each value has a gate, these lie among others.
-        gates = make(num_rows, 1) if num_gates == 1 else make(num_rows, 2 * num_gates)[:, :num_gates]
-        ops.apply_gates(make(num_rows, width), gates)
+    def apply_gates(num_rows: int, width: int) -> None:
+        ops.apply_gates(make(num_rows, width), make(num_rows, 2 * width)[:, :width])  # they lie among others
+
+    def open_gates(num_rows: int) -> None:
+        open_gate(make(num_rows, spec.hidden_size), make(1, spec.hidden_size))
 
     def rotate(dim: int) -> None:
         positions = torch.zeros(1, dtype=torch.int64, device=device)
@@ -65,16 +67,16 @@ def list_layer_trials(
 
     own = [layer.feed for layer in spec.layers if not isinstance(layer.feed, ForeignFeedSpec)]
     inputs = [layer.input for layer in spec.layers if layer.input is not None]
-    gated = {(kind.num_heads * kind.head_dim,) * 2 for kind in spec.attention_kinds if kind.gated}
-    if any(isinstance(feed, ExpertsFeedSpec) and feed.shared for feed in own):
-        gated.add((spec.hidden_size, 1))
+    gated = {kind.num_heads * kind.head_dim for kind in spec.attention_kinds if kind.gated}
+    has_expert_of_all = any(isinstance(feed, ExpertsFeedSpec) and feed.shared for feed in own)
     feeds = {(feed.inner, feed.activation) for feed in own} | {(each.size, each.activation) for each in inputs}
     return [
         *(partial(append_rows, count, kind) for count in counts for kind in spec.attention_kinds),
         *(partial(norm_rows, count, adds=False) for count in counts),
         partial(norm_rows, counts[-1], adds=True),
         *(partial(gate_rows, count, *feed) for count in counts for feed in sorted(feeds)),
-        *(partial(apply_gates, count, *sizes) for count in counts for sizes in sorted(gated)),
+        *(partial(apply_gates, count, width) for count in counts for width in sorted(gated)),
+        *(partial(open_gates, count) for count in counts if has_expert_of_all),
         *(partial(rotate, dim) for dim in sorted({kind.head_dim for kind in spec.attention_kinds})),
         partial(begin, torch.int64, are_given=False),
         partial(begin, torch.int32, are_given=True),

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -13,7 +14,7 @@ pytest.importorskip("triton")
 from tests.cases.experts import take_experts
 from toka_async.kernels.experts.mixture import STRAIGHT, ExpertKernels, ExpertPlan, choose_plan
 from toka_async.kernels.experts.routing import route
-from toka_async.kernels.experts.weights import ExpertWeights
+from toka_async.kernels.experts.weights import ExpertOfAll, ExpertWeights
 from toka_async.model.matrices.ops import TorchOps
 from toka_async.tuning.experts import GROUPED_TILES, has_library
 
@@ -85,6 +86,35 @@ def test_every_plan(shape: tuple[int, int, int, int], num_tokens: int, dtype: to
         check(kernels.mix(x, logits, experts, None), exact)
         residual = torch.ones_like(x)
         check(kernels.mix(x, logits, experts, residual), exact + 1)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 64, 3000])
+@pytest.mark.parametrize("captured", [False, True])
+def test_routes_beside_an_expert_of_all_tokens(num_tokens: int, captured: bool) -> None:
+    experts = make_experts(256, 8, 2048, 512)
+    given = [draw_tokens(num_tokens, experts, seed) for seed in range(8)]
+    weight, gate = (torch.randn(size, 2048, device=DEVICE, dtype=torch.bfloat16) * 2048**-0.5 for size in (2048, 1))
+    kernels, (x, logits) = ExpertKernels(), (tensor.clone() for tensor in given[0])
+
+    def mix() -> Tensor:
+        return kernels.mix(x, logits, experts, None, ExpertOfAll(lambda: F.linear(x, weight), gate))
+
+    output, graph = mix(), torch.cuda.CUDAGraph()
+    if captured:
+        with torch.cuda.graph(graph):
+            output = mix()
+    results = []
+    for tensors in given:
+        x.copy_(tensors[0])
+        logits.copy_(tensors[1])
+        if captured:
+            graph.replay()
+        else:
+            output = mix()
+        results.append(output.clone())
+    for result, (tokens, choices) in zip(results, given, strict=True):
+        of_all = F.linear(tokens, weight).double() * torch.sigmoid(tokens.double() @ gate.double().T)
+        check(result, mix_exactly(tokens, choices, experts) + of_all)
 
 
 def test_float32() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from toka_async.kernels.activation import activate
 from toka_async.kernels.experts.grouped import BLOCK
 from toka_async.kernels.experts.routing import Routes
+from toka_async.kernels.experts.sums import GatedValues
 from toka_async.kernels.launches.pdl import can_follow, follow
 from toka_async.kernels.launches.sizes import divide_up, round_to_power
 
@@ -73,10 +74,12 @@ def add_products(
     adds: bool,
     scales: Tensor | None = None,
     bias: Tensor | None = None,
+    of_all: GatedValues | None = None,
 ) -> None:
     """Sums a token's products [n] by its shares into the output [t, n], or adds the sum to it.
 
-    x: [t * top_k, k], of each pair; weight: [experts, n, k]. scales, bias: as of `multiply_gated`.
+    x: [t * top_k, k], of each pair; weight: [experts, n, k]. scales, bias: as of `multiply_gated`. of_all: what is
+    added for each token.
     """
     (num_tokens, n), (num_own, _, k) = output.shape, weight.shape
     pdl = can_follow(output)
@@ -87,6 +90,7 @@ def add_products(
         bias,
         routes.ids,
         routes.shares,
+        *(of_all or (None, None)),
         output,
         by_block=scales is not None and scales.ndim == 3,
         group=BLOCK,
@@ -166,6 +170,8 @@ def _add_products(
     bias_at,
     ids_at,
     shares_at,
+    of_all_at,
+    gates_at,
     output_at,
     by_block: tl.constexpr,
     group: tl.constexpr,
@@ -209,6 +215,9 @@ def _add_products(
                 part_w *= tl.load(scales_at + blocks, mask=is_input, other=0.0)
             products += part_w * (part_x.to(tl.float32) * factor)
     result = tl.sum(products, 1) + biases
+    if of_all_at is not None:
+        values = tl.load(of_all_at + token * n + column, mask=column < n, other=0.0).to(tl.float32)
+        result += tl.load(gates_at + token) * values
     output_at += token * n + column
     if adds:
         result += tl.load(output_at, mask=column < n, other=0.0).to(tl.float32)

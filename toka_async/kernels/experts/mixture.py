@@ -11,10 +11,11 @@ from torch import Tensor
 
 from toka_async.kernels.by_rows import ByRows
 from toka_async.kernels.experts import few_tokens
+from toka_async.kernels.experts.gate import open_gate
 from toka_async.kernels.experts.grouped import BLOCK, STORE, GroupedProducts, GroupedTile, GroupScales
 from toka_async.kernels.experts.routing import Routes, place, route
-from toka_async.kernels.experts.sums import add_by_token
-from toka_async.kernels.experts.weights import ExpertWeights
+from toka_async.kernels.experts.sums import GatedValues, add_by_token
+from toka_async.kernels.experts.weights import ExpertOfAll, ExpertWeights
 from toka_async.kernels.fp8.quantize import FP8, quantize
 
 
@@ -77,25 +78,39 @@ class ExpertKernels:
         """From now on the i-th plan computes up to sizes[i] tokens, in ascending order."""
         self._chosen[_describe(experts)] = ByRows(list(sizes), list(plans))
 
-    def mix(self, x: Tensor, logits: Tensor, experts: ExpertWeights, residual: Tensor | None) -> Tensor:
+    def mix(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        experts: ExpertWeights,
+        residual: Tensor | None,
+        of_all: ExpertOfAll | None = None,
+    ) -> Tensor:
         output = torch.empty_like(x) if residual is None else residual
         if not len(x):
             return output
+        plan = self._find_plan(len(x), logits.shape[1], experts)
         routes = route(logits, experts.top_k, experts.renormalizes, experts.loads, experts.counted)
-        self.compute(
-            self._find_plan(len(x), logits.shape[1], experts), x, routes, experts, output, residual is not None
-        )
+        gated = None if of_all is None else (of_all.compute(), open_gate(x, of_all.gate))
+        self.compute(plan, x, routes, experts, output, residual is not None, gated)
         return output
 
     def compute(
-        self, plan: ExpertPlan, x: Tensor, routes: Routes, experts: ExpertWeights, output: Tensor, adds: bool
+        self,
+        plan: ExpertPlan,
+        x: Tensor,
+        routes: Routes,
+        experts: ExpertWeights,
+        output: Tensor,
+        adds: bool,
+        of_all: GatedValues | None = None,
     ) -> None:
         """Computes the mixture of routed tokens [t, hidden] into the output [t, hidden], or adds it there."""
         gate_up, down, first = experts.gate_up, experts.down, experts.first
         if plan.gated is None:
             of_gate, of_down = (experts.gate_up_scales, experts.gate_up_bias), (experts.down_scales, experts.down_bias)
             inner = few_tokens.multiply_gated(x, gate_up, routes, first, experts.activation, *of_gate)
-            few_tokens.add_products(inner, down, routes, first, output, adds, *of_down)
+            few_tokens.add_products(inner, down, routes, first, output, adds, *of_down, of_all)
             return
         placement = place(routes, first, len(gate_up))
         pairs, ends = placement.pairs, placement.ends
@@ -109,7 +124,7 @@ class ExpertKernels:
             products = output.new_empty(len(pairs), output.shape[1])
             inner, scales = _quantize(inner, experts.down_scales)
             self._products.multiply(inner, down, ends, products, STORE, plan.down, scales=scales)
-        add_by_token(products, routes, placement, output, adds, experts.down_bias, first)
+        add_by_token(products, routes, placement, output, adds, experts.down_bias, first, of_all)
 
     def _find_plan(self, num_tokens: int, num_experts: int, experts: ExpertWeights) -> ExpertPlan:
         if self._invariant:

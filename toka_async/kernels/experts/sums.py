@@ -11,6 +11,8 @@ from toka_async.kernels.launches.sizes import divide_up, round_to_power
 
 _BLOCK = 1024
 
+GatedValues = tuple[Tensor, Tensor]  # values [t, n], and the share in float32 [t] with which each token's count
+
 
 def add_by_token(
     values: Tensor,
@@ -20,10 +22,12 @@ def add_by_token(
     adds: bool,
     bias: Tensor | None = None,
     first: int = 0,
+    of_all: GatedValues | None = None,
 ) -> None:
     """Sums [r, n], a row for each place, in float32 into the output [t, n], or adds the sum to it.
 
-    bias: [experts, n], what an expert adds to its values; of the rank's experts, from number `first` on.
+    bias: [experts, n], what an expert adds to its values; of the rank's experts, from number `first` on. of_all: what
+    is added for each token.
     """
     (num_tokens, n), top_k = output.shape, routes.ids.shape[1]
     block = min(_BLOCK, round_to_power(n))
@@ -33,6 +37,7 @@ def add_by_token(
         routes.ids,
         routes.shares,
         bias,
+        *(of_all or (None, None)),
         output,
         first=first,
         n=n,
@@ -50,6 +55,8 @@ def _add_by_token(
     ids_at,
     shares_at,
     bias_at,
+    of_all_at,
+    gates_at,
     output_at,
     first: tl.constexpr,
     n: tl.constexpr,
@@ -71,6 +78,9 @@ def _add_by_token(
             row_at = bias_at + (tl.load(ids_at + token * top_k + rank).to(tl.int64) - first) * n
             values += tl.load(row_at + column, mask=is_column & (place >= 0), other=0.0).to(tl.float32)
         total += share * values
+    if of_all_at is not None:
+        values = tl.load(of_all_at + token * n + column, mask=is_column, other=0.0).to(tl.float32)
+        total += tl.load(gates_at + token) * values
     if adds:
         total += tl.load(output_at, mask=is_column, other=0.0).to(tl.float32)
     tl.store(output_at, total.to(output_at.dtype.element_ty), mask=is_column)

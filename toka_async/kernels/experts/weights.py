@@ -1,7 +1,8 @@
-"""The experts of a layer that a rank has. Loads no Triton, which is not everywhere."""
+"""The experts of a layer that a rank has, and that of all tokens. Loads no Triton, which is not everywhere."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -30,3 +31,15 @@ class ExpertWeights:
     down_scales: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class ExpertOfAll:
+    """An expert that all tokens pass through.
+
+    compute: returns what it makes of them, [t, hidden]; it is called once. gate: [1, hidden]; the sigmoid of a token's
+    product with it is the share with which the token's result is added.
+    """
+
+    compute: Callable[[], Tensor]
+    gate: Tensor

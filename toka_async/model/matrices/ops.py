@@ -14,7 +14,7 @@ from torch import Tensor
 
 from toka_async.attention.rope import compute_rotation
 from toka_async.checkpoint.experts_spec import CLAMPED_SWIGLU, SWIGLU_ALPHA, SWIGLU_LIMIT
-from toka_async.kernels.experts.weights import ExpertWeights
+from toka_async.kernels.experts.weights import ExpertOfAll, ExpertWeights
 from toka_async.kernels.scaled_weight import ScaledOps
 from toka_async.model.matrices.torch_experts import mix_experts
 
@@ -52,7 +52,7 @@ class Ops(Protocol):
         ...
 
     def apply_gates(self, x: Tensor, gates: Tensor) -> Tensor:
-        """x [t, n], whose memory it may take, times the sigmoid of gates [t, n] or [t, 1]."""
+        """x [t, n], whose memory it may take, times the sigmoid of gates [t, n]."""
         ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None) -> Tensor:
@@ -74,11 +74,19 @@ class Ops(Protocol):
         """
         ...
 
-    def mix_experts(self, x: Tensor, logits: Tensor, experts: ExpertWeights, residual: Tensor | None) -> Tensor:
+    def mix_experts(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        experts: ExpertWeights,
+        residual: Tensor | None,
+        of_all: ExpertOfAll | None = None,
+    ) -> Tensor:
         """Sums what each token's experts make of it, by its shares of them: the softmax of its logits, in float32.
 
-        x: [t, hidden]; logits: [t, experts]. Of equal experts the lower number is chosen. Returns the part [t, hidden]
-        of the rank's experts, added to the residual if there is one, whose memory it may take.
+        x: [t, hidden]; logits: [t, experts]. Of equal experts the lower number is chosen. of_all: one more expert, or
+        the rank's part of it. Returns the part [t, hidden] of the rank's experts, added to the residual if there is
+        one, whose memory it may take.
         """
         ...
 
@@ -117,8 +125,15 @@ class TorchOps:
     ) -> tuple[Tensor | None, Tensor]:
         return self.linear(x, weight, bias), residual
 
-    def mix_experts(self, x: Tensor, logits: Tensor, experts: ExpertWeights, residual: Tensor | None) -> Tensor:
-        return mix_experts(self, x, logits, experts, residual)
+    def mix_experts(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        experts: ExpertWeights,
+        residual: Tensor | None,
+        of_all: ExpertOfAll | None = None,
+    ) -> Tensor:
+        return mix_experts(self, x, logits, experts, residual, of_all)
 
 
 def clamp_gate(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:

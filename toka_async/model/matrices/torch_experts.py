@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toka_async.kernels.experts.weights import ExpertWeights
+from toka_async.kernels.experts.weights import ExpertOfAll, ExpertWeights
 from toka_async.kernels.scaled_weight import BLOCK
 from toka_async.model.matrices.scaling import dequantize
 
@@ -27,7 +27,14 @@ def choose_experts(logits: Tensor, top_k: int, renormalizes: bool) -> tuple[Tens
     return ids, shares / shares.sum(-1, keepdim=True) if renormalizes else shares
 
 
-def mix_experts(ops: Ops, x: Tensor, logits: Tensor, experts: ExpertWeights, residual: Tensor | None) -> Tensor:
+def mix_experts(
+    ops: Ops,
+    x: Tensor,
+    logits: Tensor,
+    experts: ExpertWeights,
+    residual: Tensor | None,
+    of_all: ExpertOfAll | None = None,
+) -> Tensor:
     """See `Ops.mix_experts`. Multiplies by `ops`. The host waits for the chosen experts; all tokens count."""
     ids, shares = choose_experts(logits, experts.top_k, experts.renormalizes)
     if experts.loads is not None:
@@ -44,6 +51,8 @@ def mix_experts(ops: Ops, x: Tensor, logits: Tensor, experts: ExpertWeights, res
     total = torch.zeros_like(x, dtype=shares.dtype)
     for share, product in zip(shares.unbind(1), products.unbind(1), strict=True):
         total += share[:, None] * product
+    if of_all is not None:
+        total += torch.sigmoid(ops.linear(x, of_all.gate)) * of_all.compute()
     return (total if residual is None else total + residual).to(x.dtype)
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.cases.experts import draw, make_experts, mix_exactly, take_experts
 from toka_async.kernels.experts import mixture
 from toka_async.kernels.experts.grouped import GroupedProducts, GroupedTile
 from toka_async.kernels.experts.mixture import STRAIGHT, TILES, ExpertKernels, ExpertPlan, choose_plan
+from toka_async.kernels.experts.weights import ExpertOfAll
 from toka_async.model.matrices.ops import TorchOps
 from toka_async.model.matrices.scaling import quantize
 
@@ -84,6 +86,25 @@ def test_ranks_with_parts_of_the_experts_add_up(device: torch.device, plan: Expe
         assert bool((part != 0).any()) == (first != 2)
         total += part
     torch.testing.assert_close(total.double(), mix_exactly(x, logits, experts), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("plan", [STRAIGHT, GROUPED], ids=["straight", "grouped"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("num_tokens", [3, 18])
+@pytest.mark.parametrize("adds", [False, True])
+def test_an_expert_of_all_tokens(
+    device: torch.device, plan: ExpertPlan, dtype: torch.dtype, num_tokens: int, adds: bool
+) -> None:
+    experts = make_experts(4, 2, 24, 16, dtype, device)
+    x, values, logits = (draw(num_tokens, size, dtype=dtype, device=device) for size in (24, 24, 4))
+    residual = draw(num_tokens, 24, dtype=dtype, device=device) if adds else None
+    gate = draw(1, 24, dtype=dtype, device=device)
+    exact = mix_exactly(x, logits, experts) + torch.sigmoid(x.double() @ gate.double().T) * values.double()
+    exact = exact if residual is None else exact + residual.double()
+    kernels = make_kernels()
+    kernels.use(experts, [18], [plan])
+    output = kernels.mix(x, logits, experts, residual, ExpertOfAll(lambda: values, gate))
+    torch.testing.assert_close(output.double(), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 def test_no_tokens(device: torch.device) -> None:
@@ -168,9 +189,11 @@ def test_a_token_has_the_same_bits_alone(device: torch.device, monkeypatch: pyte
     monkeypatch.setattr(mixture, "INVARIANT", SMALL)
     experts = make_experts(6, 2, 32, 24, BF16, device)
     x, logits = draw(30, 32, dtype=BF16, device=device), draw(30, 6, dtype=BF16, device=device)
+    gate = draw(1, 32, dtype=BF16, device=device)
     kernels = make_kernels(invariant=True)
     kernels.use(experts, [30], [STRAIGHT])  # is not used
-    together = kernels.mix(x, logits, experts, None)
+    together = kernels.mix(x, logits, experts, None, ExpertOfAll(lambda: x, gate))
     for token in (0, 17):
-        one = slice(token, token + 1)
-        assert torch.equal(kernels.mix(x[one], logits[one], experts, None)[0], together[token])
+        one = x[token : token + 1]
+        of_all = ExpertOfAll(partial(torch.clone, one), gate)
+        assert torch.equal(kernels.mix(one, logits[token : token + 1], experts, None, of_all)[0], together[token])
