@@ -42,6 +42,9 @@ class Client:
             self.counts[key, sample] = self.counts.get((key, sample), 0) + count
         self.ends += np.unique(block.keys[block.is_last != 0]).tolist()
 
+    def offer(self, _token_ids: list[int]) -> bool:
+        return False
+
     def on_prompt(self, key: int, prefilled: Prefilled) -> None:
         raise NotImplementedError
 

@@ -6,6 +6,7 @@ Tokens stay columns of many samples. Knows no text and no HTTP.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import numpy as np
 
@@ -43,6 +44,8 @@ class RequestGroup:
         num_cached: [prompts], prompt tokens that were found in the cache.
         prefilled: by prompt, where log-probs of prompts are wanted.
         error: why it ended early.
+        receive: what the caller of a single sample takes its next tokens by, as soon as they come. It returns whether
+            it has taken them; otherwise `news` has them.
     """
 
     account = None
@@ -54,6 +57,7 @@ class RequestGroup:
         self.num_cached: Int32 = np.zeros(num_prompts, np.int32)
         self.prefilled: dict[int, Prefilled] = {}
         self.error: Exception | None = None
+        self.receive: Callable[[list[int]], bool] | None = None
         self.num_samples = self._num_open = num_prompts * n
         self._blocks: list[TokenBlock] = []
         self._rest: TokenBlock | None = None  # of what was merged, and was too much to be taken at once
@@ -70,6 +74,13 @@ class RequestGroup:
         self._num_open -= int(np.count_nonzero(block.reasons))
         if self.stream or not self._num_open:
             self._news.set()
+
+    def offer(self, token_ids: list[int]) -> bool:
+        """See Sink. What `news` has not been asked for yet goes first."""
+        if self.receive is None or self._blocks or self._rest is not None or not self.receive(token_ids):
+            return False
+        self.num_tokens += len(token_ids)
+        return True
 
     def on_prompt(self, key: int, prefilled: Prefilled) -> None:
         """See Sink."""

@@ -45,6 +45,10 @@ class Sink(Protocol):
         """New tokens, ends of samples and of requests."""
         ...
 
+    def offer(self, token_ids: list[int], /) -> bool:
+        """New tokens of a sample that goes on, the only one of the sink with any; False: they come by `on_tokens`."""
+        ...
+
     def on_prompt(self, key: int, prefilled: Prefilled, /) -> None:
         """The log-probs of a prompt, before its first tokens, where they were asked for."""
         ...
@@ -253,28 +257,28 @@ class RequestTable:
             slots, block = slots[known], block.take(known)
         self._has_tokens[slots] = True
         self._metrics.samples_ended(block.reasons)
-        for sink, part in self._split(slots, block):
-            sink.on_tokens(part)
+        if slots.size:
+            self._give_out(slots, block)
         if over.size:
             self._metrics.requests_ended(self._clock() - self._submitted[over])
             self._release(over)
 
-    def _split(self, slots: Int64, block: TokenBlock) -> Iterator[tuple[Sink, TokenBlock]]:
-        """The block by sink; a sink's rows stay in their order."""
-        if not slots.size:
-            return
-        sink_ids = self._sink_ids[slots]
-        if (sink_ids == sink_ids[0]).all():
-            yield self._sinks[slots[0]], block
-            return
-        order = np.argsort(sink_ids, kind="stable")
-        block, sink_ids = block.take(order), sink_ids[order]
-        firsts = np.flatnonzero(np.diff(sink_ids, prepend=0))
-        sinks = self._sinks[slots[order[firsts]]].tolist()
-        cuts = [*firsts.tolist(), slots.size]
-        ends = np.concatenate([[0], np.cumsum(block.counts)])[cuts].tolist()
-        for i, sink in enumerate(sinks):
-            yield sink, block.cut(cuts[i], cuts[i + 1], ends[i], ends[i + 1])
+    def _give_out(self, slots: Int64, block: TokenBlock) -> None:
+        """Gives each sink its part of the block; a sink's rows stay in their order."""
+        sink_ids, firsts = self._sink_ids[slots], np.zeros(1, np.intp)
+        if (sink_ids != sink_ids[0]).any():
+            order = np.argsort(sink_ids, kind="stable")
+            slots, block, sink_ids = slots[order], block.take(order), sink_ids[order]
+            firsts = np.flatnonzero(np.diff(sink_ids, prepend=0))
+        sinks = self._sinks[slots[firsts]].tolist()
+        starts = [*firsts.tolist(), slots.size]
+        ends = np.concatenate([[0], np.cumsum(block.counts)])[starts].tolist()
+        # Columns of a single row are slow: most streams have one sample, and most messages a token of each.
+        is_offered = (np.diff(starts) == 1) & (block.reasons[firsts] == 0)
+        token_ids = block.tokens.token_ids.tolist() if block.tokens.has_ids_only else []
+        for i, (sink, offered) in enumerate(zip(sinks, is_offered.tolist(), strict=True)):
+            if not (token_ids and offered and sink.offer(token_ids[ends[i] : ends[i + 1]])):
+                sink.on_tokens(block.cut(starts[i], starts[i + 1], ends[i], ends[i + 1]))
 
     def _end_samples(self, slots: Int64) -> Int64:
         """A sample of each slot (with repeats) has ended; returns those whose request has ended with it."""

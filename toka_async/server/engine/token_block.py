@@ -16,6 +16,7 @@ from toka_async.arrays import Float32, Int32, Int64, as_f32, as_i32
 from toka_async.messages import Reason, Tokens
 
 REASONS = {int(reason): reason for reason in Reason}
+_VERSIONS = 7  # of a block's rows
 LONG_ROWS = 16  # tokens of a row from which on copying row by row is faster than token by token
 NO_INTEGERS: Int32 = np.empty(0, np.int32)
 NO_LOGPROBS = (np.empty(0, np.float32), np.empty((0, 0), np.int32), np.empty((0, 0), np.float32))
@@ -37,6 +38,10 @@ class TokenRows(msgspec.Struct, frozen=True, gc=False, eq=False):
     kept: Int32 = NO_INTEGERS
     masses: Float32 = NO_LOGPROBS[0]
     versions: Int32 = NO_INTEGERS
+
+    @property
+    def has_ids_only(self) -> bool:
+        return not (self.logprobs.size or self.versions.size)
 
     def part(self, start: int, end: int) -> TokenRows:
         """Tokens `start` to `end`."""
@@ -124,7 +129,7 @@ class TokenBlock(msgspec.Struct, frozen=True, gc=False, eq=False):
     @property
     def versions(self) -> Int64:
         """Numbers of the weights that generated the rows' tokens, as far as the tokens have none of their own, [r]."""
-        return self._row(7)
+        return self._row(_VERSIONS)
 
     def with_versions(self) -> TokenBlock:
         """The same, with the version of each token."""
@@ -218,7 +223,9 @@ def join_sample(blocks: Sequence[TokenBlock]) -> TokenBlock:
     """Blocks of one and the same sample, a row each, as one row."""
     if len(blocks) == 1:
         return blocks[0]
-    blocks = match_versions(blocks)
+    first = blocks[0].rows.item(_VERSIONS, 0)
+    if any(block.rows.item(_VERSIONS, 0) != first or block.tokens.versions.size for block in blocks):
+        blocks = [block.with_versions() for block in blocks]
     tokens, rows = concat_rows([block.tokens for block in blocks]), blocks[-1].rows.copy()
     rows[2] = len(tokens)
     return TokenBlock(rows, tokens, blocks[0].num_logprobs)

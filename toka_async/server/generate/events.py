@@ -62,6 +62,15 @@ class EventSource(Protocol):
         """The events of new tokens."""
         ...
 
+    @property
+    def takes_ids(self) -> bool:
+        """Whether `take_ids` can be called once `take` was."""
+        ...
+
+    def take_ids(self, token_ids: list[int], /) -> bytes:
+        """As `take`, of the only sample's tokens, which goes on."""
+        ...
+
     def finish(self) -> bytes:
         """The events at the end."""
         ...
@@ -122,6 +131,23 @@ class StreamEvents:
                     self._add_chunks(parts, row, piece, reason)
         return b"".join(parts)
 
+    @property
+    def takes_ids(self) -> bool:
+        """See EventSource."""
+        return self._is_plain and not self._has_stops and len(self._prefixes) == 1
+
+    def take_ids(self, token_ids: list[int]) -> bytes:
+        """See EventSource."""
+        samples = self._samples
+        text = None if 0 in samples.open else join_texts([self._texts[token_id] for token_id in token_ids])
+        if text is None:
+            text = encode_text(samples.push_plain(0, token_ids))
+        else:
+            samples.num_tokens[0] += len(token_ids)
+        (prefix,) = self._prefixes
+        assert prefix is not None
+        return prefix + text + self._suffix if text else b""
+
     def finish(self) -> bytes:
         """See EventSource."""
         if not self._run.generation.include_usage:
@@ -142,7 +168,7 @@ class StreamEvents:
         for row, count, number, request_id in samples.rows(block):
             end = start + count
             prefix = prefixes[row] or self._begin(parts, row)
-            text = texts[start] if count == 1 else join_texts(texts[start:end])
+            text = join_texts(texts[start:end])
             if stopped and row in stopped:
                 text = None
             elif number or (self._has_stops and (text is None or row in is_open)):
@@ -204,4 +230,6 @@ class StreamEvents:
 
 def join_texts(texts: list[bytes | None]) -> bytes | None:
     """The texts of several tokens together; None where one is not whole characters."""
+    if len(texts) == 1:
+        return texts[0]
     return None if None in texts else b"".join(text for text in texts if text is not None)

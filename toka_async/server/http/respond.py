@@ -9,6 +9,7 @@ import asyncio
 
 import msgspec
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 
 from toka_async.server.access.errors import as_api_error
 from toka_async.server.engine.request_group import EngineStoppedError, RequestFailedError
@@ -66,13 +67,16 @@ class EventStream:
     """The event stream of one request.
 
     Tokens are turned into text only when the client has taken what was sent before, so a slow reader costs what its
-    tokens take as integers; what came meanwhile goes out as one chunk a sample.
+    tokens take as integers; what came meanwhile goes out as one chunk a sample. To a client that keeps up, a single
+    sample's tokens go out without waking up a task, those of one turn of the event loop together.
     """
 
     def __init__(self, request: web.Request, run: Run, events: EventSource) -> None:
         self._request = request
         self._run = run
         self._events = events
+        self._token_ids: list[int] = []  # that go out at the end of this turn
+        self._loop = asyncio.get_running_loop()
 
     async def send(self) -> web.StreamResponse:
         """Sends everything. An error before the first event is an ordinary error response, later one an event."""
@@ -82,11 +86,42 @@ class EventStream:
         await response.prepare(self._request)
         try:
             await response.write(events.take(block))
+            group.receive = self._receive if events.takes_ids else None
             while events.num_open:
-                await response.write(events.take(await group.news(events.most_tokens)))
+                block = await group.news(events.most_tokens)
+                self._send_ids()
+                await response.write(events.take(block))
             if end := events.finish():
                 await response.write(end)
         except (RequestFailedError, EngineStoppedError) as error:
+            self._send_ids()
             await response.write(events.fail(as_api_error(error).response()))
         await response.write_eof()
         return response
+
+    def _receive(self, token_ids: list[int]) -> bool:
+        """Takes tokens if the client has taken what was sent before."""
+        if self._request.protocol.writing_paused:
+            return False
+        if not self._token_ids:
+            self._loop.call_soon(self._send_ids)
+        self._token_ids += token_ids
+        return True
+
+    def _send_ids(self) -> None:
+        """Sends what `_receive` has taken, unless the client has left."""
+        token_ids, self._token_ids = self._token_ids, []
+        transport = self._request.transport
+        if not token_ids or transport is None or transport.is_closing():
+            return
+        if data := self._events.take_ids(token_ids):
+            _write(self._request.writer, data)
+
+
+def _write(writer: AbstractStreamWriter, data: bytes) -> None:
+    """Writes without waiting until the client has taken enough, for which aiohttp has no function of its own."""
+    try:
+        writer.write(data, drain=False).send(None)  # type: ignore[call-arg]
+    except StopIteration:
+        return
+    raise AssertionError("a write that does not drain has waited")

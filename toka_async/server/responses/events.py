@@ -38,6 +38,7 @@ class ResponseEvents:
     """
 
     most_tokens = MOST_TOKENS
+    takes_ids = False
 
     def __init__(self, service: Service, run: Run, answer: ResponseAnswer) -> None:
         self._run = run
@@ -67,6 +68,10 @@ class ResponseEvents:
                 if self._samples.num_open:  # a stop string may have ended it
                     events += self._push(row, rows, reason, request_id)
         return self._encode(events)
+
+    def take_ids(self, _token_ids: list[int]) -> bytes:
+        """See EventSource."""
+        raise AssertionError("a response's events need more than its ids")
 
     def finish(self) -> bytes:
         """See EventSource."""

@@ -321,6 +321,10 @@ class Session:
         header, columns = block_columns(block, self._service.engine.requests.versions.names)
         self.add(header, columns, block.keys, np.unique(block.keys[block.is_last != 0]).tolist())
 
+    def offer(self, _token_ids: list[int]) -> bool:
+        """See Sink. Tokens are sent in columns."""
+        return False
+
     def on_prompt(self, key: int, prefilled: Prefilled) -> None:
         """See Sink. No request in columns wants log-probs of its prompt."""
         raise AssertionError(f"request {key}: {prefilled} was not asked for")

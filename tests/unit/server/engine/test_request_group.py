@@ -41,6 +41,25 @@ async def test_much_news_comes_in_parts_and_each_sample_has_its_turn() -> None:
     assert tokens_by_sample(await group.news(100)) == {(0, 0): [0, 2, 4, 6]}
 
 
+async def test_ids_are_received_at_once_unless_others_wait() -> None:
+    group, received = RequestGroup(1, 1, stream=True), list[int]()
+
+    def receive(ids: list[int]) -> bool:
+        received.extend(ids)
+        return len(received) < 5
+
+    assert not group.offer([1])  # nobody receives yet
+    group.receive = receive
+    assert group.offer([2, 3])
+    group.on_tokens(make_block([(0, [4], Reason.NONE)]))
+    assert not group.offer([5])
+    assert tokens_by_sample(await group.news(99)) == {(0, 0): [4]}
+    assert group.offer([6])
+    assert not group.offer([7, 8])
+    assert received == [2, 3, 6, 7, 8]
+    assert group.num_tokens == 4
+
+
 async def test_what_has_come_is_taken_before_an_error_is_raised() -> None:
     group = RequestGroup(2, 1, stream=True)
     group.on_tokens(make_block([(0, [1], Reason.NONE)]))

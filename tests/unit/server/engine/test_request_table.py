@@ -11,7 +11,7 @@ import pytest
 
 from tests.cases.requests import make_prompt, make_requests, tokens_by_sample
 from tests.fakes.scheduler import READY, FakeScheduler
-from toka_async.arrays import Int64, i32_column
+from toka_async.arrays import Int64, f32_column, i32_column
 from toka_async.messages import Failed, Prefilled, Reason, Submits, Tokens
 from toka_async.server.engine.engine import Engine
 from toka_async.server.engine.token_block import TokenBlock
@@ -29,12 +29,18 @@ class Listener:
     failed: dict[int, str] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
     forgets: bool = False
+    takes: bool = False
+    offered: list[list[int]] = field(default_factory=list)
 
     def on_tokens(self, block: TokenBlock) -> None:
         for place, ids in tokens_by_sample(block).items():
             self.tokens.setdefault(place, []).extend(ids)
         self.cached |= dict(zip(block.keys.tolist(), block.cached.tolist(), strict=True))
         self.ended += block.keys[block.is_last != 0].tolist()
+
+    def offer(self, token_ids: list[int]) -> bool:
+        self.offered.append(token_ids)
+        return self.takes
 
     def on_prompt(self, key: int, prefilled: Prefilled) -> None:
         raise NotImplementedError
@@ -245,6 +251,48 @@ async def test_each_sink_gets_its_own_rows_of_a_message() -> None:
     }
     for key, other in enumerate(others):
         assert other.tokens == {(key, 0): [4 + 2 * key, 5 + 2 * key], (key, 1): [16 + 2 * key, 17 + 2 * key]}
+
+
+@pytest.mark.parametrize("takes", [False, True])
+async def test_tokens_of_a_lone_sample_that_goes_on_are_offered_as_ids(takes: bool) -> None:
+    """The first sink has two samples, the second's ends, and the last says whether it takes what it is offered."""
+    world, others = World(1), [Listener(takes=True), Listener(takes=True), Listener(takes=takes)]
+    for key, (other, n) in enumerate(zip(others, [2, 1, 1], strict=True)):
+        world.engine.submit(make_requests(make_prompt(key), keys=[key], n=n), other)
+    (scheduler,) = world.schedulers
+    scheduler.step()
+    first, second, third = scheduler.requests
+    message = Tokens(
+        request_ids=i32_column([first, second, first, third]),
+        samples=i32_column([0, 0, 1, 0]),
+        counts=i32_column([1, 2, 1, 2]),
+        reasons=i32_column([0, int(Reason.LENGTH), 0, 0]),
+        token_ids=i32_column(range(6)),
+    )
+    world.engine.on_messages([message])
+    assert [other.offered for other in others] == [[], [], [[4, 5]]]
+    assert others[0].tokens == {(0, 0): [0], (0, 1): [3]}
+    assert others[1].tokens == {(1, 0): [1, 2]}
+    assert others[2].tokens == ({} if takes else {(2, 0): [4, 5]})
+
+
+async def test_a_lone_stream_is_offered_ids_and_log_probs_are_not_left_out() -> None:
+    world = World(1)
+    world.sink.takes = True
+    world.submit(5)
+    (scheduler,) = world.schedulers
+    scheduler.step()
+    message = Tokens(
+        request_ids=i32_column(scheduler.requests),
+        samples=i32_column([0]),
+        counts=i32_column([1]),
+        reasons=i32_column([0]),
+        token_ids=i32_column([7]),
+    )
+    world.engine.on_messages([message])
+    assert (world.sink.offered, world.sink.tokens) == ([[7]], {})
+    world.engine.on_messages([msgspec.structs.replace(message, num_logprobs=0, logprobs=f32_column([-1.0]))])
+    assert (world.sink.offered, world.sink.tokens) == ([[7]], {(5, 0): [7]})
 
 
 async def test_requests_count_in_their_sinks_account() -> None:

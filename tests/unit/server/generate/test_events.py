@@ -39,8 +39,10 @@ Arrivals = list[tuple[int, list[int], Reason]]  # sample, token ids, reason
 Streams = dict[int, SampleStream | None]
 
 
-def make(tokenizer: Tokenizer, end: int, flags: list[bool], stops: list[str]) -> tuple[Service, Run, Answer]:
-    """A streamed request of N samples, and what answers it."""
+def make(
+    tokenizer: Tokenizer, end: int, flags: list[bool], stops: list[str], n: int = N
+) -> tuple[Service, Run, Answer]:
+    """A streamed request of n samples, and what answers it."""
     chat, usage, kept, skip, ids = flags
     engine = Engine([LocalChannel[ToScheduler](Codec(ToScheduler))], 8)
     service = Service(
@@ -55,7 +57,7 @@ def make(tokenizer: Tokenizer, end: int, flags: list[bool], stops: list[str]) ->
     )
     limits = RequestLimits(max_context=100, cache_tokens=100, vocab_size=1000, max_n=8)
     fields: dict[str, Any] = {
-        "n": N,
+        "n": n,
         "stream": True,
         "stream_options": StreamOptions(include_usage=usage),
         "stop_token_ids": [end],
@@ -73,7 +75,7 @@ def make(tokenizer: Tokenizer, end: int, flags: list[bool], stops: list[str]) ->
         request = CompletionRequest(prompt="x", echo=True, **fields)
         generation = completion_generation(request, limits, Defaults())
         answer = CompletionAnswer(service, ["x"], new_header("cmpl", service.name))
-    group = RequestGroup(1, N, stream=True)
+    group = RequestGroup(1, n, stream=True)
     return service, Run(generation, [np.array([1], np.int32)], text_options(generation), group), answer
 
 
@@ -137,6 +139,32 @@ def test_events_are_those_of_the_definition(build: Callable[[], Tokenizer], seed
     assert len(told) == len({sample for _, sample, _ in told}) <= sum(stream is None for stream in streams.values())
     stopped = {sample: num_tokens for _, sample, num_tokens in told}
     assert all(events.num_tokens >= num_tokens for num_tokens in stopped.values())
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+@pytest.mark.parametrize("seed", range(20))
+def test_events_of_ids_are_those_of_columns(build: Callable[[], Tokenizer], seed: int) -> None:
+    """Characters of several tokens too, which columns begin and ids end, or the other way round."""
+    tokenizer, random = build(), Random(seed)
+    flags = [random.random() < 0.5, False, False, random.random() < 0.5, False]
+    arrivals = [[random.randrange(tokenizer.vocab_size) for _ in range(random.randint(1, 3))] for _ in range(30)]
+    service, run, answer = make(tokenizer, tokenizer.vocab_size + 1, flags, [], 1)
+    by_ids, by_columns = StreamEvents(service, run, answer), StreamEvents(service, run, answer)
+    assert by_ids.takes_ids
+    for number, ids in enumerate(arrivals):
+        block = make_block([(0, ids, Reason.NONE)])
+        takes_ids = number > 0 and random.random() < 0.7  # the first tokens come in columns
+        assert (by_ids.take_ids(ids) if takes_ids else by_ids.take(block)) == by_columns.take(block)
+        assert by_ids.num_tokens == by_columns.num_tokens
+    last = make_block([(0, [1], Reason.LENGTH)])
+    assert by_ids.take(last) == by_columns.take(last)
+
+
+def test_only_texts_of_one_sample_are_made_of_ids() -> None:
+    tokenizer = small.byte_level()
+    plain = [False] * 5
+    for n, flags, stops in [(2, plain, []), (1, plain, ["x"]), (1, [*plain[:4], True], [])]:
+        assert not StreamEvents(*make(tokenizer, 1, flags, stops, n)).takes_ids
 
 
 @pytest.mark.parametrize("build", BUILDERS)
