@@ -96,12 +96,15 @@ class EventStream:
         except (RequestFailedError, EngineStoppedError) as error:
             self._send_ids()
             await response.write(events.fail(as_api_error(error).response()))
+        finally:
+            group.receive = None  # the group would keep the request, and the request the group
         await response.write_eof()
         return response
 
     def _receive(self, token_ids: list[int]) -> bool:
-        """Takes tokens if the client has taken what was sent before."""
-        if self._request.protocol.writing_paused:
+        """Takes tokens if the client has taken what was sent before; the task notices if it has left."""
+        transport = self._request.transport
+        if transport is None or transport.is_closing() or self._request.protocol.writing_paused:
             return False
         if not self._token_ids:
             self._loop.call_soon(self._send_ids)
@@ -114,8 +117,12 @@ class EventStream:
         transport = self._request.transport
         if not token_ids or transport is None or transport.is_closing():
             return
-        if data := self._events.take_ids(token_ids):
-            _write(self._request.writer, data)
+        try:
+            if data := self._events.take_ids(token_ids):
+                _write(self._request.writer, data)
+        except Exception:
+            transport.abort()  # the client must not take it for a whole answer
+            raise
 
 
 def _write(writer: AbstractStreamWriter, data: bytes) -> None:

@@ -42,6 +42,7 @@ class Events:
 
     takes_ids: bool = True
     num_open: int = 1
+    is_broken: bool = False
     most_tokens: int = 99
     taken: list[list[int]] = field(default_factory=list)
 
@@ -50,6 +51,8 @@ class Events:
         return b"columns %a" % block.tokens.token_ids.tolist()
 
     def take_ids(self, token_ids: list[int]) -> bytes:
+        if self.is_broken:
+            raise ValueError("no text")
         self.taken.append(token_ids)
         return b"ids %a" % token_ids
 
@@ -130,13 +133,30 @@ async def test_tokens_before_an_error_are_sent(client: Client) -> None:
     assert client.take()[:2] == [b"ids [2]", b"too slow"]
 
 
-async def test_nothing_is_written_to_who_has_left(client: Client) -> None:
+async def test_a_client_that_leaves_ends_its_stream(client: Client) -> None:
+    """Its connection closes at once, but is lost only when what was written is sent."""
     stream = Stream(client, Events())
     await stream.begin()
     stream.bring(2)
     client.protocol.transport.is_closing.return_value = True
     await turn()
     assert client.take() == []
+    stream.bring(3)
+    with pytest.raises(ConnectionResetError):
+        await stream.sending
+    assert stream.group.receive is None
+
+
+async def test_events_that_cannot_be_made_end_the_connection(client: Client) -> None:
+    stream = Stream(client, events := Events())
+    await stream.begin()
+    reported: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    events.is_broken = True
+    stream.bring(2)
+    await turn()
+    client.protocol.transport.abort.assert_called_once_with()
+    assert isinstance(reported[0]["exception"], ValueError)
     stream.sending.cancel()
 
 
