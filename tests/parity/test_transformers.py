@@ -27,7 +27,7 @@ NUM_TOKENS = 30  # of each answer
 TIE = 1e-3  # the reference's own two best logits, where a different token is no error
 LOGPROBS = TokenSampling(temperature=0.0, num_logprobs=1, num_prompt_logprobs=1)
 FAMILIES = [
-    *("starcoder2", "cohere", "gpt_oss", "deepseek_v3"),
+    *("starcoder2", "cohere", "gpt_oss", "deepseek_v3", "apertus"),
     *(
         pytest.param(name, marks=pytest.mark.slow)
         for name in (

@@ -15,6 +15,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from toka_async.checkpoint.implementation import Architecture
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+COUNTING = "create_position_ids_from_input_ids"  # a function of models that leave padding out of positions
+PADDING = "its positions depend on which tokens are padding"
 
 
 def list_architectures() -> tuple[Architecture, ...]:
@@ -40,6 +42,8 @@ def find_problem(model_type: str, name: str) -> str:
         return f"transformers cannot load it ({type(error).__name__})"
     if INTERFACE not in source:
         return "its code has no attention interface"
+    if COUNTING in source:
+        return PADDING
     if getattr(config, "is_decoder", None) is False and hasattr(config, "add_cross_attention"):
         return "its tokens see the tokens after them, unless its configuration sets is_decoder"
     return ""

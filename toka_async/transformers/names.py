@@ -50,6 +50,8 @@ class CheckpointNames:
         """Yields the tensors of a checkpoint that a parameter or buffer holds. shares: the rank's part of it."""
         target = next((target for target in self._stacks if name.endswith(target)), None)
         if target is None:
+            if not shares:  # a number, which is loaded as a tensor of one
+                values, shares = values.view(1), (Share(1, 0, 1),)
             is_factor = values.dim() == 1 and name.endswith("weight")
             yield self.rename(name), WeightPart(values, shares, constant=1.0 if is_factor else None)
             return

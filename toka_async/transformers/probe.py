@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from toka_async.transformers.architectures import PADDING
 from toka_async.transformers.loading import ANY_FAILURE, refuse
 from toka_async.transformers.masks import measure_window
 
@@ -44,6 +45,12 @@ class AttentionCall:
     sinks: bool
 
 
+def _skips_padding(module: nn.Module) -> bool:
+    """Whether a part counts positions from that of padding on, which its padding tokens have (RoBERTa)."""
+    positions = getattr(module, "position_embeddings", None)
+    return isinstance(positions, nn.Embedding) and positions.padding_idx is not None
+
+
 class _RefusedError(Exception):
     """Our attention cannot do what a model asks for."""
 
@@ -68,6 +75,8 @@ class AttentionProbe:
             raise refuse(config, "its tokens see the tokens after them")
         if getattr(model, "_is_stateful", False):
             raise refuse(config, "its layers keep a state from token to token")
+        if any(_skips_padding(module) for module in model.modules()):
+            raise refuse(config, PADDING)
         self._calls, self._masks, self._windows = [], [], {}
         shape = 1, NUM_TOKENS
         try:

@@ -16,6 +16,7 @@ from toka_async.transformers.architectures import find_problem
         ("bart", "encoder-decoder"),
         ("bert", "unless its configuration sets is_decoder"),
         ("llama4", "parts beside text"),
+        ("roberta", "which tokens are padding"),
     ],
 )
 def test_why_no_model_of_a_type_can_run(model_type: str, problem: str) -> None:

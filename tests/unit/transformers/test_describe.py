@@ -62,6 +62,8 @@ def test_ranks_divide_what_the_plan_divides(tmp_path: Path) -> None:
         ("mamba", {}, "keep a state"),
         ("bert", {}, "see others than all before them"),
         ("t5", {}, "encoder-decoder"),
+        ("roberta", {"is_decoder": True}, "which tokens are padding"),
+        ("bert", {"is_decoder": True}, ""),
         ("doge", {}, "masks of its own"),
         ("hrm_text", {"num_key_value_heads": 2}, "attends several times|times attention"),
         ("llama", {"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantized"),
