@@ -46,7 +46,7 @@ def read_scales(file: JsonFile, family: Family, hidden_size: int) -> ModelScales
         return ModelScales(
             embedding=hidden_size**0.5,
             scores=_read_positive(file, "query_pre_attn_scalar", 1.0) ** -0.5 if has_scalar else None,
-            scores_soft_cap=of_scores,
+            scores_soft_cap=of_scores if family.soft_caps[0] else 0.0,
             logits_soft_cap=of_logits,
         )
     return ModelScales()
@@ -74,8 +74,8 @@ def read_attentions(file: JsonFile, family: Family, num_layers: int, scales: Mod
         scale=scales.scores,
         soft_cap=scales.scores_soft_cap,
         sinks=family.sinks,
-        bias=read_bias(file, "attention_bias", family.qkv_bias, family.attention_bias),
-        output_bias=read_bias(file, family.output_bias_field, family.output_bias),
+        bias=read_bias(file, family.qkv_bias_field, family.qkv_bias, family.attention_bias),
+        output_bias=read_bias(file, family.output_bias_field, family.output_bias, family.output_bias_unsaid),
         head_norm=family.head_norm,
         gated=family.gated,
         fused=family.fused_qkv,

@@ -12,6 +12,7 @@ import msgspec
 from toka_async.checkpoint.json_file import LARGEST, JsonFile
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
+_SECTIONS = "full_attention", "sliding_attention"  # of models whose layers with a window have a rope of their own
 _LONG_NAMES = ("su", "yarn")  # what Phi-3's configurations call longrope as well
 
 
@@ -94,7 +95,7 @@ def read_rope(file: JsonFile, max_positions: int, defaults: RopeDefaults) -> Rop
 def read_ropes(file: JsonFile, max_positions: int, defaults: RopeDefaults) -> tuple[RopeSpec, RopeSpec]:
     """Reads the rope of layers that see all, and that of layers with a window, which is never stretched by default."""
     rope, scaling = file.section("rope_parameters"), file.section("rope_scaling")
-    if not all(isinstance(value, dict) for value in rope.fields.values()):
+    if rope.fields and not any(isinstance(rope.fields.get(name), dict) for name in _SECTIONS):
         raise file.error("rope_parameters", "must have the sections full_attention and sliding_attention")
     theta = file.number("rope_theta", defaults.theta, least=1.0)
     local = (
@@ -114,7 +115,11 @@ def _read(file: JsonFile, rope: JsonFile, max_positions: int, defaults: RopeDefa
     if rope.has("short_factor") and kind in _LONG_NAMES:
         kind = "longrope"
     if kind not in get_args(RopeKind):
-        raise rope.error("rope_type", f"{kind!r} is not supported; supported: {', '.join(get_args(RopeKind))}")
+        raise rope.error(
+            "rope_type",
+            f"{kind!r} is not supported natively; supported: {', '.join(get_args(RopeKind))}; "
+            "for others try model.impl=transformers",
+        )
     if defaults.grows and kind != "yarn":
         raise rope.error("rope_type", f"{kind!r} is not supported for this model_type; supported: yarn")
     part = rope.number("partial_rotary_factor", file.number("partial_rotary_factor", defaults.part or 1.0))

@@ -194,7 +194,9 @@ def read_spec(model_dir: Path, quantize: str = "none") -> ModelSpec:
     family = FAMILIES.get(name)
     if family is None:
         supported = ", ".join(sorted({*FAMILIES, *TEXT_PARTS}))
-        raise file.error("model_type", f"{name!r} is not supported; supported: {supported}")
+        raise file.error(
+            "model_type", f"{name!r} is not supported natively; supported: {supported}; try model.impl=auto"
+        )
     for field, default in family.refused:
         if file.fields.get(field, default):
             value = file.fields.get(field, default)
@@ -237,7 +239,8 @@ def read_spec(model_dir: Path, quantize: str = "none") -> ModelSpec:
 def _find_text_part(file: JsonFile) -> tuple[JsonFile, str]:
     """Returns the fields of the model that reads and writes text, and its `model_type`.
 
-    Of a model with other parts these are the fields of `text_config`, and what only the whole has.
+    Of a model with other parts these are the fields of `text_config`, and what only the whole has. Whether logits are
+    by the embedding is said by the whole, as in transformers, which writes another value into `text_config`.
     """
     name = file.text("model_type")
     if name == "mistral" and file.has("layer_types"):  # windows are by layer; transformers takes it so, too
@@ -246,7 +249,8 @@ def _find_text_part(file: JsonFile) -> tuple[JsonFile, str]:
         return file, name
     text = file.section("text_config")
     whole = {field: value for field, value in file.fields.items() if field not in ("text_config", "model_type")}
-    return JsonFile(file.path, whole | text.fields, text.prefix), text.text("model_type", TEXT_PARTS[name])
+    tied = {field: value for field, value in whole.items() if field == "tie_word_embeddings"}
+    return JsonFile(file.path, whole | text.fields | tied, text.prefix), text.text("model_type", TEXT_PARTS[name])
 
 
 def _choose_quantization(file: JsonFile, family: Family, quantize: str) -> Quantization | None:

@@ -201,6 +201,8 @@ def test_layers_differ_in_window_and_rope(tmp_path: Path) -> None:
     named = {"full_attention": {"rope_theta": 5.0}, "sliding_attention": {"rope_theta": 7.0}}
     spec = read(tmp_path, model_type="olmo3", num_hidden_layers=4, rope_parameters=named)
     assert [each.rope.theta for each in spec.attentions if each.rope] == [7.0, 7.0, 7.0, 5.0]
+    flat = {"rope_type": "default", "rope_theta": 9.0}  # transformers writes these too where they were given so
+    assert read(tmp_path, model_type="olmo3", num_hidden_layers=4, rope_parameters=named | flat) == spec
     assert read(tmp_path, model_type="ministral", sliding_window=None).windows == (0, 0, 0)
 
 
@@ -227,6 +229,8 @@ def test_scales_and_soft_caps(tmp_path: Path) -> None:
     assert (spec.attention.soft_cap, spec.logits_soft_cap) == (50.0, 30.0)
     spec = read(tmp_path, model_type="gemma2", attn_logit_softcapping=None, final_logit_softcapping=7.0)
     assert (spec.attention.soft_cap, spec.logits_soft_cap) == (0.0, 7.0)
+    spec = read(tmp_path, model_type="gemma3_text", attn_logit_softcapping=5.0, final_logit_softcapping=7.0)
+    assert (spec.attention.soft_cap, spec.logits_soft_cap) == (0.0, 7.0)  # its code has none for scores
     fields = {"embedding_multiplier": 12.0, "residual_multiplier": 0.2, "attention_multiplier": 0.5}
     spec = read(tmp_path, model_type="granite", logits_scaling=8.0, **fields)
     assert (spec.embedding_scale, spec.residual_scale, spec.logits_scale) == (12.0, 0.2, 0.125)
@@ -238,6 +242,27 @@ def test_a_text_part_is_a_model(tmp_path: Path) -> None:
     text = {name: value for name, value in MINIMAL.items() if name not in ("model_type", "vocab_size")}
     fields = dict.fromkeys(text, ...) | {"model_type": "mistral3", "text_config": text, "torch_dtype": "bfloat16"}
     assert read(tmp_path, **fields) == read(tmp_path, model_type="mistral", torch_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_whole_says_whether_logits_are_by_the_embedding(tmp_path: Path, tied: bool) -> None:
+    """Transformers writes what it made of the whole there, and its default of text models into the part."""
+    text = MINIMAL | {"tie_word_embeddings": not tied}
+    fields = dict.fromkeys(text, ...) | {"model_type": "mistral3", "text_config": text}
+    assert read(tmp_path, **fields).tie_embeddings is not tied
+    assert read(tmp_path, **(fields | {"tie_word_embeddings": tied})).tie_embeddings is tied
+
+
+def test_which_biases_there_are(tmp_path: Path) -> None:
+    def read_biases(**fields: Any) -> tuple[bool, bool]:
+        attention = read(tmp_path, **fields).attention
+        return attention.bias, attention.output_bias
+
+    assert read_biases(model_type="qwen2_moe") == (True, False)
+    assert read_biases(model_type="qwen2_moe", qkv_bias=False, attention_bias=True) == (False, False)
+    assert read_biases(model_type="gpt_oss") == (True, True)
+    assert read_biases(model_type="gpt_oss", attention_bias=False) == (False, False)
+    assert read_biases(model_type="seed_oss") == (True, False)
 
 
 def test_the_text_part_may_say_what_it_is(tmp_path: Path) -> None:
@@ -272,7 +297,7 @@ def test_end_tokens(tmp_path: Path) -> None:
     ("fields", "problem"),
     [
         ({"model_type": ...}, "model_type is missing"),
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported: "),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported natively; supported: "),
         (MOE | {"num_experts_per_tok": 129}, "num_experts_per_tok (129) is more than num_experts (128)"),
         (MOE | {"num_experts": 1025}, "num_experts is 1025: expected an integer of at most 1024"),
         (MOE | {"mlp_only_layers": [0, "1"]}, "mlp_only_layers is [0, '1']: expected a list of layers' numbers"),
