@@ -117,10 +117,10 @@ def watch_inputs(ops: Ops) -> PlainInputs:
     if experts is not None:
         compute = experts.compute
 
-        def watch_experts(plan: Any, x: Tensor, routes: Any, placed: Any, weights: ExpertWeights, *rest: Any) -> None:
+        def watch_experts(plan: Any, x: Tensor, routes: Any, weights: ExpertWeights, *rest: Any) -> None:
             if plan.gated is None:
                 plain.add(EXPERTS, x, weights.down)
-            compute(plan, x, routes, placed, weights, *rest)
+            compute(plan, x, routes, weights, *rest)
 
         experts.compute = watch_experts
     return plain
