@@ -65,20 +65,20 @@ class DeltaNetFamily(msgspec.Struct, frozen=True):
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """One `model_type`. A bias of None is read from the configuration: `attention_bias`, `mlp_bias`.
+    """One `model_type`. A bias of None is what a flag says: `attention_bias`, `mlp_bias`, or one named here.
 
     num_kv_heads, head_dim: where the configuration has none; None: num_attention_heads, and hidden_size /
     num_attention_heads. A num_kv_heads that does not divide num_attention_heads counts as None. qkv_bias_field,
-    output_bias_field: name the flags of these biases. attention_bias, output_bias_unsaid: where they are absent.
-    fused_qkv, fused_gate_up: the checkpoint has these projections as one tensor of this name; empty: each by itself.
-    gated: attention has gates. delta_net: of layers without attention. ropes_by_type: layers with a window have a
-    rope of their own. skips_ropes: `no_rope_layers` names layers without. ropes_in_windows: in models with windows,
-    only layers that have one have a rope. windows: all_if_used: `use_sliding_window`; by_layer: also
-    `max_window_layers`, `layer_types`; by_type: `layer_types`, and without them all but each `period`th layer (0:
-    all layers); by_type_if_used: likewise if `use_sliding_window`, and without types those without a rope. scales:
-    whose fields of scales and soft caps the configuration has. tied: logits are by the embedding, where it is not
-    said. heads_by_type: layers that see all have heads of `global_head_dim`, and maybe no values of their own.
-    value_norm, scalar: see `AttentionSpec`, `LayerSpec`. layer_inputs: their size where
+    output_bias_field: name the flags of these biases. qkv_bias_unsaid, output_bias_unsaid: what counts where the
+    flag is absent. fused_qkv, fused_gate_up: the checkpoint has these projections as one tensor of this name;
+    empty: each by itself. gated: attention has gates. delta_net: of layers without attention. ropes_by_type: layers
+    with a window have a rope of their own. skips_ropes: `no_rope_layers` names layers without. ropes_in_windows: in
+    models with windows, only layers that have one have a rope. windows: all_if_used: `use_sliding_window`;
+    by_layer: also `max_window_layers`, `layer_types`; by_type: `layer_types`, and without them all but each
+    `period`th layer (0: all layers); by_type_if_used: likewise if `use_sliding_window`, and without types those
+    without a rope. scales: whose fields of scales and soft caps the configuration has. tied: logits are by the
+    embedding, where it is not said. heads_by_type: layers that see all have heads of `global_head_dim`, and maybe
+    no values of their own. value_norm, scalar: see `AttentionSpec`, `LayerSpec`. layer_inputs: their size where
     `hidden_size_per_layer_input` does not say it; 0: the family has none. refused: fields that must be 0, false or
     absent, and their values where they are not said.
     """
@@ -90,7 +90,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     output_bias: bool | None = False
     qkv_bias_field: str = "attention_bias"
     output_bias_field: str = "attention_bias"
-    attention_bias: bool = False
+    qkv_bias_unsaid: bool = False
     output_bias_unsaid: bool = False
     mlp_bias: bool | None = False
     fused_qkv: str = ""
@@ -111,7 +111,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     window: int = 4096  # where none is named; 0: none
     period: int = 0
     scales: Scales = "none"
-    soft_caps: tuple[float, float] = (0.0, 0.0)  # of scores and of logits, where none are named; scores: 0: never any
+    soft_caps: tuple[float, float] = (0.0, 0.0)  # of scores and of logits, where none are named; of scores 0: never
     tied: bool = False
     heads_by_type: bool = False
     value_norm: bool = False
@@ -215,7 +215,7 @@ FAMILIES: dict[str, Family] = {
         num_kv_heads=16,
         qkv_bias=None,
         qkv_bias_field="qkv_bias",
-        attention_bias=True,
+        qkv_bias_unsaid=True,
         refused=(("use_sliding_window", 0),),
         experts=ExpertsFamily(
             names=ExpertNames(),
@@ -256,7 +256,7 @@ FAMILIES: dict[str, Family] = {
         head_dim=64,
         qkv_bias=None,
         output_bias=None,
-        attention_bias=True,
+        qkv_bias_unsaid=True,
         output_bias_unsaid=True,
         norm_eps=1e-5,
         rope=RopeDefaults(
@@ -363,7 +363,7 @@ FAMILIES: dict[str, Family] = {
         num_kv_heads=2,
         head_dim=128,
         qkv_bias=None,
-        attention_bias=True,
+        qkv_bias_unsaid=True,
         fused_gate_up="mlp.gate_up_proj",
         norm_eps=1.5625e-07,
         rope=RopeDefaults(part=0.5, interleaved=True),
@@ -374,7 +374,7 @@ FAMILIES: dict[str, Family] = {
         num_kv_heads=2,
         head_dim=128,
         qkv_bias=None,
-        attention_bias=True,
+        qkv_bias_unsaid=True,
         fused_gate_up="mlp.gate_up_proj",
         norms=GLM4,
         norm_eps=1.5625e-07,
@@ -386,7 +386,7 @@ FAMILIES: dict[str, Family] = {
         num_kv_heads=8,
         head_dim=128,
         qkv_bias=None,
-        attention_bias=True,
+        qkv_bias_unsaid=True,
         output_bias=None,
         output_bias_field="attention_out_bias",
         mlp_bias=None,

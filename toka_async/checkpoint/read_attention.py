@@ -74,7 +74,7 @@ def read_attentions(file: JsonFile, family: Family, num_layers: int, scales: Mod
         scale=scales.scores,
         soft_cap=scales.scores_soft_cap,
         sinks=family.sinks,
-        bias=read_bias(file, family.qkv_bias_field, family.qkv_bias, family.attention_bias),
+        bias=read_bias(file, family.qkv_bias_field, family.qkv_bias, family.qkv_bias_unsaid),
         output_bias=read_bias(file, family.output_bias_field, family.output_bias, family.output_bias_unsaid),
         head_norm=family.head_norm,
         gated=family.gated,

@@ -194,9 +194,8 @@ def read_spec(model_dir: Path, quantize: str = "none") -> ModelSpec:
     family = FAMILIES.get(name)
     if family is None:
         supported = ", ".join(sorted({*FAMILIES, *TEXT_PARTS}))
-        raise file.error(
-            "model_type", f"{name!r} is not supported natively; supported: {supported}; try model.impl=auto"
-        )
+        hint = "" if file.prefix else "; try model.impl=auto"  # transformers runs no part of a model
+        raise file.error("model_type", f"{name!r} is not supported natively; supported: {supported}{hint}")
     for field, default in family.refused:
         if file.fields.get(field, default):
             value = file.fields.get(field, default)

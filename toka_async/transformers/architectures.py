@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from toka_async.checkpoint.implementation import Architecture
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-COUNTING = "create_position_ids_from_input_ids"  # a function of models that leave padding out of positions
+COUNTING = "create_position_ids_from_input_ids"  # in the code of models that leave padding out of positions
 PADDING = "its positions depend on which tokens are padding"
 
 

@@ -45,12 +45,6 @@ class AttentionCall:
     sinks: bool
 
 
-def _skips_padding(module: nn.Module) -> bool:
-    """Whether a part counts positions from that of padding on, which its padding tokens have (RoBERTa)."""
-    positions = getattr(module, "position_embeddings", None)
-    return isinstance(positions, nn.Embedding) and positions.padding_idx is not None
-
-
 class _RefusedError(Exception):
     """Our attention cannot do what a model asks for."""
 
@@ -170,3 +164,9 @@ def _check(config: Any, calls: list[AttentionCall]) -> None:
         raise refuse(config, "its layers have different soft caps")
     if len({call.sinks for call in calls}) > 1:
         raise refuse(config, "some of its layers have sinks, and others have none")
+
+
+def _skips_padding(module: nn.Module) -> bool:
+    """Tells whether it numbers positions as RoBERTa does: padding has `padding_idx`, others count from the next on."""
+    positions = getattr(module, "position_embeddings", None)
+    return isinstance(positions, nn.Embedding) and positions.padding_idx is not None

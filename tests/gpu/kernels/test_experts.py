@@ -90,7 +90,7 @@ def test_every_plan(shape: tuple[int, int, int, int], num_tokens: int, dtype: to
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 17, 64, 3000])
 @pytest.mark.parametrize("captured", [False, True])
-def test_routes_beside_an_expert_of_all_tokens(num_tokens: int, captured: bool) -> None:
+def test_an_expert_of_all_tokens(num_tokens: int, captured: bool) -> None:
     experts = make_experts(256, 8, 2048, 512)
     given = [draw_tokens(num_tokens, experts, seed) for seed in range(8)]
     weight, gate = (torch.randn(size, 2048, device=DEVICE, dtype=torch.bfloat16) * 2048**-0.5 for size in (2048, 1))

@@ -44,8 +44,8 @@ class RequestGroup:
         num_cached: [prompts], prompt tokens that were found in the cache.
         prefilled: by prompt, where log-probs of prompts are wanted.
         error: why it ended early.
-        receive: what the caller of a single sample takes its next tokens by, as soon as they come. It returns whether
-            it has taken them; otherwise `news` has them.
+        receive: called with a single sample's next tokens as soon as they come. It returns whether it has taken them;
+            if not, `news` gives them.
     """
 
     account = None
@@ -76,7 +76,7 @@ class RequestGroup:
             self._news.set()
 
     def offer(self, token_ids: list[int]) -> bool:
-        """See Sink. What `news` has not been asked for yet goes first."""
+        """See Sink. Nothing is taken while earlier tokens wait for `news`."""
         if self.receive is None or self._blocks or self._rest is not None or not self.receive(token_ids):
             return False
         self.num_tokens += len(token_ids)

@@ -46,7 +46,7 @@ class Sink(Protocol):
         ...
 
     def offer(self, token_ids: list[int], /) -> bool:
-        """New tokens of a sample that goes on, the only one of the sink with any; False: they come by `on_tokens`."""
+        """Takes new tokens of a sample that goes on, if no other of the sink has any. False: `on_tokens` gets them."""
         ...
 
     def on_prompt(self, key: int, prefilled: Prefilled, /) -> None:

@@ -195,10 +195,17 @@ def read_versions(message: Tokens, numbers: Sequence[int]) -> Int32:
 
 def match_versions(blocks: Sequence[TokenBlock]) -> Sequence[TokenBlock]:
     """The same blocks, with the version of each token unless all are of one."""
-    first = blocks[0].versions[:1]
-    if all(not block.tokens.versions.size and (block.versions == first).all() for block in blocks):
+    version = blocks[0].rows.item(_VERSIONS, 0)
+    if all(not block.tokens.versions.size and _is_of(block, version) for block in blocks):
         return blocks
     return [block.with_versions() for block in blocks]
+
+
+def _is_of(block: TokenBlock, version: int) -> bool:
+    """Whether all rows are of one version. A row alone is compared without an array: streams join many of these."""
+    if len(block) == 1:
+        return bool(block.rows.item(_VERSIONS, 0) == version)
+    return bool((block.versions == version).all())
 
 
 def merge_blocks(blocks: Sequence[TokenBlock], n: int) -> TokenBlock:
@@ -223,9 +230,7 @@ def join_sample(blocks: Sequence[TokenBlock]) -> TokenBlock:
     """Blocks of one and the same sample, a row each, as one row."""
     if len(blocks) == 1:
         return blocks[0]
-    first = blocks[0].rows.item(_VERSIONS, 0)
-    if any(block.rows.item(_VERSIONS, 0) != first or block.tokens.versions.size for block in blocks):
-        blocks = [block.with_versions() for block in blocks]
+    blocks = match_versions(blocks)
     tokens, rows = concat_rows([block.tokens for block in blocks]), blocks[-1].rows.copy()
     rows[2] = len(tokens)
     return TokenBlock(rows, tokens, blocks[0].num_logprobs)
