@@ -26,7 +26,8 @@ from toka_async.server.engine.vllm_metrics import VllmCollector
 from toka_async.server.generate.service import Service, make_defaults
 from toka_async.server.http import files
 from toka_async.server.http.receive import RECEIVING, give_room_back, make_receiving, show_bodies
-from toka_async.server.http.respond import SERVICE
+from toka_async.server.http.respond import ROUNDS, SERVICE
+from toka_async.server.http.rounds import Rounds
 from toka_async.server.http.routes import add_routes
 from toka_async.server.http.unsent import UNSENT, count_answers, create_unsent
 from toka_async.server.limits.accounts import Accounts
@@ -64,6 +65,7 @@ def create_app(
     if config.server.vllm_metrics:
         engine.metrics.aliases.register(VllmCollector(engine, served_name))
     service = app[SERVICE] = create_service(config, served_name, tokenizer, chat_template, defaults, engine)
+    app[ROUNDS] = Rounds()
     app[RECEIVING] = make_receiving(config.limits, service.executor)
     show_bodies(app[RECEIVING].bodies, engine.metrics)
     unsent = app[UNSENT] = create_unsent(config.limits)

@@ -18,8 +18,10 @@ from toka_async.server.generate.events import ENCODER, EventSource, StreamEvents
 from toka_async.server.generate.service import Run, Service
 from toka_async.server.generate.whole_body import whole_body
 from toka_async.server.http.receive import give_back_room
+from toka_async.server.http.rounds import Rounds
 
 SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
+ROUNDS: web.AppKey[Rounds] = web.AppKey("rounds", Rounds)
 GRACE = 5.0  # seconds for the end of a stream that has taken too long
 
 
@@ -42,7 +44,7 @@ async def respond_whole(request: web.Request, run: Run, answer: WholeAnswer) -> 
 
 async def respond_with(request: web.Request, run: Run, events: EventSource) -> web.StreamResponse:
     give_back_room(request)
-    return await stream_in_time(request, EventStream(request, run, events))
+    return await stream_in_time(request, EventStream(request, run, events, request.app[ROUNDS]))
 
 
 async def stream_in_time(request: web.Request, stream: EventStream) -> web.StreamResponse:
@@ -68,15 +70,17 @@ class EventStream:
 
     Tokens are turned into text only when the client has taken what was sent before, so a slow reader costs what its
     tokens take as integers; what came meanwhile goes out as one chunk a sample. To a client that keeps up, a single
-    sample's tokens go out without waking up a task, those of one turn of the event loop together.
+    sample's tokens go out in rounds, without waking up a task.
     """
 
-    def __init__(self, request: web.Request, run: Run, events: EventSource) -> None:
+    def __init__(self, request: web.Request, run: Run, events: EventSource, rounds: Rounds) -> None:
         self._request = request
         self._run = run
         self._events = events
-        self._token_ids: list[int] = []  # that go out at the end of this turn
-        self._loop = asyncio.get_running_loop()
+        self._rounds = rounds
+        self._protocol = request.protocol
+        self._transport = request.transport  # None: the client has left
+        self._token_ids: list[int] = []  # that go out in the next round
 
     async def send(self) -> web.StreamResponse:
         """Sends everything. An error before the first event is an ordinary error response, later one an event."""
@@ -103,18 +107,17 @@ class EventStream:
 
     def _receive(self, token_ids: list[int]) -> bool:
         """Takes tokens if the client has taken what was sent before; the task notices if it has left."""
-        transport = self._request.transport
-        if transport is None or transport.is_closing() or self._request.protocol.writing_paused:
+        if self._transport is None or self._transport.is_closing() or self._protocol.writing_paused:
             return False
         if not self._token_ids:
-            self._loop.call_soon(self._send_ids)
+            self._rounds.add(self._send_ids)
         self._token_ids += token_ids
         return True
 
     def _send_ids(self) -> None:
         """Sends what `_receive` has taken, unless the client has left."""
         token_ids, self._token_ids = self._token_ids, []
-        transport = self._request.transport
+        transport = self._transport
         if not token_ids or transport is None or transport.is_closing():
             return
         try:

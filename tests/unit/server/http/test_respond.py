@@ -16,6 +16,7 @@ from toka_async.server.engine.request_group import RequestFailedError, RequestGr
 from toka_async.server.engine.token_block import TokenBlock
 from toka_async.server.generate.service import Run
 from toka_async.server.http.respond import EventResponse, EventStream
+from toka_async.server.http.rounds import MOST_SECONDS, Rounds
 
 
 class Client:
@@ -70,7 +71,7 @@ class Stream:
         self.client = client
         self.group = RequestGroup(1, 1, stream=True)
         run = Mock(spec=Run, group=self.group)
-        self.sending = asyncio.create_task(EventStream(client.request, run, events).send())
+        self.sending = asyncio.create_task(EventStream(client.request, run, events, Rounds()).send())
 
     async def begin(self) -> None:
         self.bring(1)
@@ -84,9 +85,8 @@ class Stream:
 
 
 async def turn() -> None:
-    """Time for callbacks and woken tasks."""
-    for _ in range(4):
-        await asyncio.sleep(0)
+    """Time for woken tasks and the next round."""
+    await asyncio.sleep(2 * MOST_SECONDS)
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ async def client() -> Client:
     return Client()
 
 
-async def test_tokens_of_one_turn_go_out_together_and_before_the_end(client: Client) -> None:
+async def test_tokens_of_a_round_go_out_together_and_before_the_end(client: Client) -> None:
     stream = Stream(client, events := Events())
     await stream.begin()
     stream.bring(2)
