@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import cache
 from threading import Thread
 from typing import TYPE_CHECKING
@@ -58,6 +58,10 @@ class GrammarVocabulary:
         self._read_tokenizer = read_tokenizer
         self._tokens: Future[LLTokenizer] = Future()
         Thread(target=self._make, name="grammars", daemon=True).start()
+
+    def wait(self) -> None:
+        """Waits until the tokens are made, or are known to be of no use."""
+        wait([self._tokens])
 
     def compile(self, grammar: str) -> LLMatcher:
         """Compiles a grammar, without the interpreter's lock. Waits for the tokens. Raises GrammarError.

@@ -1,35 +1,54 @@
-"""Begins in threads, before torch is loaded, what a GPU needs and takes tenths of a second without Python's lock.
+"""Begins in threads, before torch is imported, what a GPU needs and takes long without Python's lock.
 
-Loads no torch.
+Imports no torch.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
 
 def begin_ahead() -> None:
-    """Starts the driver, and hashes Triton, if there are any. What fails is done again where it is needed.
+    """Starts the driver, hashes Triton and loads torch's libraries, if there are any.
 
-    The driver looks at all GPUs, and takes no memory of one. Triton's cache names kernels by a hash of Triton itself,
-    which has 400 MB; it is kept, but not until it is there: every thread that loads a first kernel would compute it.
+    What fails is done again where it is needed. The driver looks at all GPUs, and takes no memory of one. Triton's
+    cache names kernels by a hash of Triton itself, which has 400 MB; it is kept, but not until it is there: every
+    thread that loads a first kernel would compute it.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return  # there is no GPU
-    tasks: list[Callable[[], Any]] = [partial(driver.cuInit, 0)]
+    tasks: list[Callable[[], Any]] = [partial(driver.cuInit, 0), _load_torch]
+    # A library that is imported holds Python's lock while it waits for others to be loaded: these come first.
+    with suppress(ImportError):
+        import llguidance  # noqa: F401
     with suppress(ImportError):
         from triton.runtime.cache import triton_key
 
         tasks.append(triton_key)
     for task in tasks:
         Thread(target=_try, args=(task,), name="ahead", daemon=True).start()
+
+
+def _load_torch() -> None:
+    """Loads torch's libraries in its order, by a call that releases Python's lock; an import of them holds it."""
+    torch = find_spec("torch")
+    assert torch is not None
+    assert torch.origin is not None
+    folder = Path(torch.origin).parent / "lib"
+    load = ctypes.CDLL(None).dlopen
+    load.argtypes, load.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+    for name, scope in (("libtorch_global_deps.so", os.RTLD_GLOBAL), ("libtorch.so", os.RTLD_LOCAL)):
+        load(bytes(folder / name), scope | os.RTLD_NOW)
 
 
 def _try(task: Callable[[], Any]) -> None:

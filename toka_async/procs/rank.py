@@ -332,6 +332,9 @@ def build(spec: ChildSpec) -> BuiltRank:
     with stages.stage("libraries", "loading torch"), hold_collections():
         if config.model.device != "cpu":
             begin_ahead()
+        vocabulary = make_vocabulary(spec) if place.is_last else None
+        if vocabulary is not None:
+            vocabulary.wait()  # it holds Python's lock, while libraries can be loaded without it
         from toka_async.startup.runner_factory import RunnerFactory
 
     factory = RunnerFactory(
@@ -342,7 +345,7 @@ def build(spec: ChildSpec) -> BuiltRank:
         stages,
         compiles_first=spec.warm,
         lock_gpu=partial(lock_gpu, spec),
-        vocabulary=make_vocabulary(spec) if place.is_last else None,
+        vocabulary=vocabulary,
     )
     runner = factory.build()
     if spec.warm and spec.rank == 0:

@@ -34,6 +34,13 @@ def test_a_tokenizer_that_cannot_be_read_is_an_error_of_grammars_alone() -> None
         vocabulary.check('start: "a"')
 
 
+def test_a_tokenizer_is_waited_for_whatever_becomes_of_it() -> None:
+    for read in (lambda: read_for_grammars(DEMO), lambda: "{}"):
+        vocabulary = GrammarVocabulary(read, NUM_TOKENS, END_IDS)
+        vocabulary.wait()
+        assert vocabulary._tokens.done()
+
+
 def test_ids_above_the_tokenizer_are_never_allowed() -> None:
     wide = GrammarVocabulary(lambda: read_for_grammars(DEMO), 1000, END_IDS)
     mask = wide.compile("start: /(.|\\n)*/").compute_bitmask()

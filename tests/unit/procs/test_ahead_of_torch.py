@@ -47,3 +47,15 @@ print("triton" in sys.modules, "torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False"]
+
+
+def test_torchs_libraries_are_loaded_before_it_is_imported() -> None:
+    program = """
+import sys
+from pathlib import Path
+from toka_async.procs.ahead_of_torch import _load_torch
+_load_torch()
+print("libtorch_cpu.so" in Path("/proc/self/maps").read_text(), "torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]
