@@ -15,7 +15,7 @@ from toka_async.arrays import Int64
 from toka_async.messages import Prefilled, StopMask
 from toka_async.server.engine.engine import Engine
 from toka_async.server.engine.request_group import EngineStoppedError
-from toka_async.server.engine.token_block import TokenBlock
+from toka_async.server.engine.token_block import Score, TokenBlock
 from toka_async.server.limits.account import Account
 from toka_async.server.limits.jobs import NotServingError
 
@@ -42,7 +42,7 @@ class Client:
             self.counts[key, sample] = self.counts.get((key, sample), 0) + count
         self.ends += np.unique(block.keys[block.is_last != 0]).tolist()
 
-    def offer(self, _token_ids: list[int]) -> bool:
+    def offer(self, _token_ids: list[int], _scores: list[Score]) -> bool:
         return False
 
     def on_prompt(self, key: int, prefilled: Prefilled) -> None:

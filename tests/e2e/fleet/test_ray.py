@@ -182,7 +182,7 @@ def test_a_replica_that_loses_any_process_ends_and_starts_again(cluster: Cluster
     paths = [*locks.iterdir()]
     with ExitStack() as stack:
         log = stack.enter_context(LockLog(locks))
-        pool = stack.enter_context(fleet.sync_pool())
+        pool = stack.enter_context(fleet.sync_pool(max_lost=len(VICTIMS)))  # two replicas are lost twice each
         asked = stack.enter_context(ThreadPoolExecutor()).submit(pool.generate_many, prompts, seeds=seeds, **fields)
         for url in fleet.addresses():  # every replica has something to lose
             client = stack.enter_context(SyncClient(url, key=fleet.key, server_key=fleet.server_key))

@@ -12,7 +12,7 @@ import numpy as np
 
 from toka_async.arrays import Int32, Int64
 from toka_async.messages import Prefilled
-from toka_async.server.engine.token_block import TokenBlock, join_sample, merge_blocks
+from toka_async.server.engine.token_block import Score, TokenBlock, join_sample, merge_blocks
 
 
 class RequestFailedError(Exception):
@@ -44,8 +44,8 @@ class RequestGroup:
         num_cached: [prompts], prompt tokens that were found in the cache.
         prefilled: by prompt, where log-probs of prompts are wanted.
         error: why it ended early.
-        receive: called with a single sample's next tokens as soon as they come. It returns whether it has taken them;
-            if not, `news` gives them.
+        receive: called with a single sample's next tokens and their scores, if any, as soon as they come. It returns
+            whether it has taken them; if not, `news` gives them.
     """
 
     account = None
@@ -57,7 +57,7 @@ class RequestGroup:
         self.num_cached: Int32 = np.zeros(num_prompts, np.int32)
         self.prefilled: dict[int, Prefilled] = {}
         self.error: Exception | None = None
-        self.receive: Callable[[list[int]], bool] | None = None
+        self.receive: Callable[[list[int], list[Score]], bool] | None = None
         self.num_samples = self._num_open = num_prompts * n
         self._blocks: list[TokenBlock] = []
         self._rest: TokenBlock | None = None  # of what was merged, and was too much to be taken at once
@@ -75,9 +75,9 @@ class RequestGroup:
         if self.stream or not self._num_open:
             self._news.set()
 
-    def offer(self, token_ids: list[int]) -> bool:
+    def offer(self, token_ids: list[int], scores: list[Score]) -> bool:
         """See Sink. Nothing is taken while earlier tokens wait for `news`."""
-        if self.receive is None or self._blocks or self._rest is not None or not self.receive(token_ids):
+        if self.receive is None or self._blocks or self._rest is not None or not self.receive(token_ids, scores):
             return False
         self.num_tokens += len(token_ids)
         return True

@@ -22,7 +22,7 @@ from toka_async.server.engine.metrics import Metrics
 from toka_async.server.engine.replicas import Replicas
 from toka_async.server.engine.request_columns import RequestColumns
 from toka_async.server.engine.request_group import timed_out
-from toka_async.server.engine.token_block import TokenBlock, read_rows, read_versions
+from toka_async.server.engine.token_block import Score, TokenBlock, read_rows, read_versions
 from toka_async.server.engine.weight_versions import WeightVersions
 from toka_async.server.limits.account import Account, Cost
 
@@ -45,8 +45,11 @@ class Sink(Protocol):
         """New tokens, ends of samples and of requests."""
         ...
 
-    def offer(self, token_ids: list[int], /) -> bool:
-        """Takes new tokens of a sample that goes on, if no other of the sink has any. False: `on_tokens` gets them."""
+    def offer(self, token_ids: list[int], scores: list[Score], /) -> bool:
+        """Takes new tokens of a sample that goes on, if no other of the sink has any. False: `on_tokens` gets them.
+
+        scores: of each token; none where no log-probs were asked for.
+        """
         ...
 
     def on_prompt(self, key: int, prefilled: Prefilled, /) -> None:
@@ -275,10 +278,16 @@ class RequestTable:
         ends = np.concatenate([[0], np.cumsum(block.counts)])[starts].tolist()
         # Columns of a single row are slow: most streams have one sample, and most messages a token of each.
         is_offered = (np.diff(starts) == 1) & (block.reasons[firsts] == 0)
-        token_ids = block.tokens.token_ids.tolist() if block.tokens.has_ids_only else []
+        token_ids: list[int] = []
+        scores: list[Score] = []
+        if not block.tokens.can_be_listed:
+            is_offered[:] = False
+        elif is_offered.any():
+            token_ids, scores = block.tokens.token_ids.tolist(), block.tokens.list_scores()
         for i, (sink, offered) in enumerate(zip(sinks, is_offered.tolist(), strict=True)):
-            if not (token_ids and offered and sink.offer(token_ids[ends[i] : ends[i + 1]])):
-                sink.on_tokens(block.cut(starts[i], starts[i + 1], ends[i], ends[i + 1]))
+            start, end = ends[i], ends[i + 1]
+            if not (offered and sink.offer(token_ids[start:end], scores[start:end])):
+                sink.on_tokens(block.cut(starts[i], starts[i + 1], start, end))
 
     def _end_samples(self, slots: Int64) -> Int64:
         """A sample of each slot (with repeats) has ended; returns those whose request has ended with it."""

@@ -19,7 +19,10 @@ REASONS = {int(reason): reason for reason in Reason}
 _VERSIONS = 7  # of a block's rows
 LONG_ROWS = 16  # tokens of a row from which on copying row by row is faster than token by token
 NO_INTEGERS: Int32 = np.empty(0, np.int32)
+MOST_LISTED = 20  # likeliest tokens at a place that become a list
 NO_LOGPROBS = (np.empty(0, np.float32), np.empty((0, 0), np.int32), np.empty((0, 0), np.float32))
+
+Score = tuple[float, list[int], list[float]]  # of a token: its log-prob, the likeliest tokens and theirs
 
 
 class TokenRows(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -40,8 +43,14 @@ class TokenRows(msgspec.Struct, frozen=True, gc=False, eq=False):
     versions: Int32 = NO_INTEGERS
 
     @property
-    def has_ids_only(self) -> bool:
-        return not (self.logprobs.size or self.versions.size)
+    def can_be_listed(self) -> bool:
+        """Whether ids and scores are all that there is, and not too much for lists."""
+        return not (self.versions.size or self.kept.size) and self.top_ids.shape[1] <= MOST_LISTED
+
+    def list_scores(self) -> list[Score]:
+        """The scores of the tokens; none where no log-probs were asked for."""
+        columns = self.logprobs.tolist(), self.top_ids.tolist(), self.top_logprobs.tolist()
+        return list(zip(*columns, strict=True)) if self.logprobs.size else []
 
     def part(self, start: int, end: int) -> TokenRows:
         """Tokens `start` to `end`."""
@@ -59,6 +68,16 @@ class TokenRows(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+
+def rows_of_lists(token_ids: list[int], scores: list[Score]) -> TokenRows:
+    """Tokens as `TokenRows` that can be listed lists them."""
+    ids = np.array(token_ids, np.int32)
+    if not scores:
+        return TokenRows(ids)
+    logprobs, top_ids, top_logprobs = zip(*scores, strict=True)
+    tops = np.array(top_ids, np.int32), np.array(top_logprobs, np.float32)
+    return TokenRows(ids, np.array(logprobs, np.float32), *tops)
 
 
 NO_ROWS = TokenRows(np.empty(0, np.int32))

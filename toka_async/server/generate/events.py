@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from toka_async.messages import Reason
 from toka_async.openai.errors import ErrorResponse
-from toka_async.server.engine.token_block import NO_ROWS, REASONS, TokenBlock
+from toka_async.server.engine.token_block import NO_ROWS, REASONS, Score, TokenBlock, rows_of_lists
 from toka_async.server.generate.answers import Answer, run_usage, sample_usage, wants_tokens
 from toka_async.server.generate.block_texts import JsonTexts
 from toka_async.server.generate.sample_text import Piece, StreamedTexts
@@ -24,6 +24,7 @@ from toka_async.server.generate.service import Run, Service, stop_token
 ENCODER = msgspec.json.Encoder()
 PADDED = 32  # bytes, of which a text with its padding has a multiple
 DONE = b"data: [DONE]\n\n"
+NO_REQUEST = -1  # stands for the id of a request without stop strings, which alone end samples by it
 MARK = "\0text\0"  # no id and no model's name has it
 MOST_TOKENS = 1024  # that become events in one turn of the event loop
 MOST_PLAIN_TOKENS = 64 * MOST_TOKENS  # of requests whose texts are looked up: they are so much cheaper
@@ -63,12 +64,12 @@ class EventSource(Protocol):
         ...
 
     @property
-    def takes_ids(self) -> bool:
-        """Whether `take_ids` can be called once `take` was."""
+    def takes_lists(self) -> bool:
+        """Whether `take_lists` can be called once `take` was."""
         ...
 
-    def take_ids(self, token_ids: list[int], /) -> bytes:
-        """As `take`, of the only sample's tokens, which goes on."""
+    def take_lists(self, token_ids: list[int], scores: list[Score], /) -> bytes:
+        """As `take`, of the only sample's tokens, which goes on. scores: of each, if log-probs were asked for."""
         ...
 
     def finish(self) -> bytes:
@@ -127,18 +128,21 @@ class StreamEvents:
             for row, piece, reason in self._samples.pieces(block):
                 if self._prefixes[row] is None:
                     self._begin(parts, row)
-                if reason or piece.text or (self._wants_tokens and len(piece.rows)):
-                    self._add_chunks(parts, row, piece, reason)
+                self._add_piece(parts, row, piece, reason)
         return b"".join(parts)
 
     @property
-    def takes_ids(self) -> bool:
+    def takes_lists(self) -> bool:
         """See EventSource."""
-        return self._is_plain and not self._has_stops and len(self._prefixes) == 1
+        return len(self._prefixes) == 1 and not (self._has_stops or self._wants_versions)
 
-    def take_ids(self, token_ids: list[int]) -> bytes:
+    def take_lists(self, token_ids: list[int], scores: list[Score]) -> bytes:
         """See EventSource."""
-        samples = self._samples
+        samples, parts = self._samples, list[bytes]()
+        if not self._is_plain:
+            piece, reason = samples.push(0, rows_of_lists(token_ids, scores), Reason.NONE, NO_REQUEST)
+            self._add_piece(parts, 0, piece, reason)
+            return b"".join(parts)
         text = None if 0 in samples.open else join_texts([self._texts[token_id] for token_id in token_ids])
         if text is None:
             text = encode_text(samples.push_plain(0, token_ids))
@@ -208,6 +212,11 @@ class StreamEvents:
             prefix, _, self._suffix = event(chunk).partition(encode_text(MARK))
         self._prefixes[row] = prefix
         return prefix
+
+    def _add_piece(self, parts: list[bytes], row: int, piece: Piece, reason: Reason) -> None:
+        """Append the chunks of what new tokens add, if that is anything."""
+        if reason or piece.text or (self._wants_tokens and len(piece.rows)):
+            self._add_chunks(parts, row, piece, reason)
 
     def _add_chunks(self, parts: list[bytes], row: int, piece: Piece, reason: Reason) -> None:
         prompt, sample = divmod(row, self._n)

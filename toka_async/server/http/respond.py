@@ -13,6 +13,7 @@ from aiohttp.abc import AbstractStreamWriter
 
 from toka_async.server.access.errors import as_api_error
 from toka_async.server.engine.request_group import EngineStoppedError, RequestFailedError
+from toka_async.server.engine.token_block import Score
 from toka_async.server.generate.answers import Answer, WholeAnswer
 from toka_async.server.generate.events import ENCODER, EventSource, StreamEvents
 from toka_async.server.generate.service import Run, Service
@@ -81,6 +82,7 @@ class EventStream:
         self._protocol = request.protocol
         self._transport = request.transport  # None: the client has left
         self._token_ids: list[int] = []  # that go out in the next round
+        self._scores: list[Score] = []  # of these, if any were asked for
 
     async def send(self) -> web.StreamResponse:
         """Sends everything. An error before the first event is an ordinary error response, later one an event."""
@@ -90,38 +92,39 @@ class EventStream:
         await response.prepare(self._request)
         try:
             await response.write(events.take(block))
-            group.receive = self._receive if events.takes_ids else None
+            group.receive = self._receive if events.takes_lists else None
             while events.num_open:
                 block = await group.news(events.most_tokens)
-                self._send_ids()
+                self._send_lists()
                 await response.write(events.take(block))
             if end := events.finish():
                 await response.write(end)
         except (RequestFailedError, EngineStoppedError) as error:
-            self._send_ids()
+            self._send_lists()
             await response.write(events.fail(as_api_error(error).response()))
         finally:
             group.receive = None  # the group would keep the request, and the request the group
         await response.write_eof()
         return response
 
-    def _receive(self, token_ids: list[int]) -> bool:
+    def _receive(self, token_ids: list[int], scores: list[Score]) -> bool:
         """Takes tokens if the client has taken what was sent before; the task notices if it has left."""
         if self._transport is None or self._transport.is_closing() or self._protocol.writing_paused:
             return False
         if not self._token_ids:
-            self._rounds.add(self._send_ids)
+            self._rounds.add(self._send_lists)
         self._token_ids += token_ids
+        self._scores += scores
         return True
 
-    def _send_ids(self) -> None:
+    def _send_lists(self) -> None:
         """Sends what `_receive` has taken, unless the client has left."""
-        token_ids, self._token_ids = self._token_ids, []
+        token_ids, scores, self._token_ids, self._scores = self._token_ids, self._scores, [], []
         transport = self._transport
         if not token_ids or transport is None or transport.is_closing():
             return
         try:
-            if data := self._events.take_ids(token_ids):
+            if data := self._events.take_lists(token_ids, scores):
                 _write(self._request.writer, data)
         except Exception:
             transport.abort()  # the client must not take it for a whole answer

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from toka_async.messages import Reason
 from toka_async.openai.errors import ErrorResponse
-from toka_async.server.engine.token_block import REASONS, TokenBlock, TokenRows
+from toka_async.server.engine.token_block import REASONS, Score, TokenBlock, TokenRows
 from toka_async.server.generate.answers import wants_json_logprobs
 from toka_async.server.generate.events import ENCODER, MOST_TOKENS, padding
 from toka_async.server.generate.sample_text import StreamedTexts
@@ -38,7 +38,7 @@ class ResponseEvents:
     """
 
     most_tokens = MOST_TOKENS
-    takes_ids = False
+    takes_lists = False
 
     def __init__(self, service: Service, run: Run, answer: ResponseAnswer) -> None:
         self._run = run
@@ -69,9 +69,9 @@ class ResponseEvents:
                     events += self._push(row, rows, reason, request_id)
         return self._encode(events)
 
-    def take_ids(self, _token_ids: list[int]) -> bytes:
+    def take_lists(self, _token_ids: list[int], _scores: list[Score]) -> bytes:
         """See EventSource."""
-        raise AssertionError("a response's events need more than its ids")
+        raise AssertionError("a response's events are made of columns")
 
     def finish(self) -> bytes:
         """See EventSource."""

@@ -33,7 +33,7 @@ from toka_async.protocol import (
 )
 from toka_async.server.access.errors import as_api_error
 from toka_async.server.engine.request_columns import RequestColumns, concat_arrays
-from toka_async.server.engine.token_block import TokenBlock
+from toka_async.server.engine.token_block import Score, TokenBlock
 from toka_async.server.generate.service import Service
 from toka_async.server.limits.account import Account
 from toka_async.server.limits.jobs import NotServingError, OverloadedError
@@ -321,7 +321,7 @@ class Session:
         header, columns = block_columns(block, self._service.engine.requests.versions.names)
         self.add(header, columns, block.keys, np.unique(block.keys[block.is_last != 0]).tolist())
 
-    def offer(self, _token_ids: list[int]) -> bool:
+    def offer(self, _token_ids: list[int], _scores: list[Score]) -> bool:
         """See Sink. Tokens are sent in columns."""
         return False
 

@@ -10,6 +10,7 @@ import pytest
 from tests.cases.requests import make_block, tokens_by_sample
 from toka_async.messages import Reason
 from toka_async.server.engine.request_group import RequestFailedError, RequestGroup
+from toka_async.server.engine.token_block import Score
 
 
 async def test_news_has_each_sample_once() -> None:
@@ -41,22 +42,25 @@ async def test_much_news_comes_in_parts_and_each_sample_has_its_turn() -> None:
     assert tokens_by_sample(await group.news(100)) == {(0, 0): [0, 2, 4, 6]}
 
 
-async def test_ids_are_received_at_once_unless_others_wait() -> None:
-    group, received = RequestGroup(1, 1, stream=True), list[int]()
+async def test_tokens_are_received_at_once_unless_others_wait() -> None:
+    group, received, scored = RequestGroup(1, 1, stream=True), list[int](), list[Score]()
+    score: Score = (-1.0, [6, 5], [-1.0, -2.0])
 
-    def receive(ids: list[int]) -> bool:
+    def receive(ids: list[int], scores: list[Score]) -> bool:
         received.extend(ids)
+        scored.extend(scores)
         return len(received) < 5
 
-    assert not group.offer([1])  # nobody receives yet
+    assert not group.offer([1], [])  # nobody receives yet
     group.receive = receive
-    assert group.offer([2, 3])
+    assert group.offer([2, 3], [])
     group.on_tokens(make_block([(0, [4], Reason.NONE)]))
-    assert not group.offer([5])
+    assert not group.offer([5], [])
     assert tokens_by_sample(await group.news(99)) == {(0, 0): [4]}
-    assert group.offer([6])
-    assert not group.offer([7, 8])
+    assert group.offer([6], [score])
+    assert not group.offer([7, 8], [])
     assert received == [2, 3, 6, 7, 8]
+    assert scored == [score]
     assert group.num_tokens == 4
 
 

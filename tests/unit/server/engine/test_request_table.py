@@ -14,7 +14,7 @@ from tests.fakes.scheduler import READY, FakeScheduler
 from toka_async.arrays import Int64, f32_column, i32_column
 from toka_async.messages import Failed, Prefilled, Reason, Submits, Tokens
 from toka_async.server.engine.engine import Engine
-from toka_async.server.engine.token_block import TokenBlock
+from toka_async.server.engine.token_block import MOST_LISTED, Score, TokenBlock
 from toka_async.server.limits.account import Account
 from toka_async.server.limits.jobs import OverloadedError
 
@@ -31,6 +31,7 @@ class Listener:
     forgets: bool = False
     takes: bool = False
     offered: list[list[int]] = field(default_factory=list)
+    scores: list[Score] = field(default_factory=list)
 
     def on_tokens(self, block: TokenBlock) -> None:
         for place, ids in tokens_by_sample(block).items():
@@ -38,8 +39,9 @@ class Listener:
         self.cached |= dict(zip(block.keys.tolist(), block.cached.tolist(), strict=True))
         self.ended += block.keys[block.is_last != 0].tolist()
 
-    def offer(self, token_ids: list[int]) -> bool:
+    def offer(self, token_ids: list[int], scores: list[Score]) -> bool:
         self.offered.append(token_ids)
+        self.scores += scores
         return self.takes
 
     def on_prompt(self, key: int, prefilled: Prefilled) -> None:
@@ -276,7 +278,7 @@ async def test_tokens_of_a_lone_sample_that_goes_on_are_offered_as_ids(takes: bo
     assert others[2].tokens == ({} if takes else {(2, 0): [4, 5]})
 
 
-async def test_a_lone_stream_is_offered_ids_and_log_probs_are_not_left_out() -> None:
+async def test_a_lone_stream_is_offered_lists_unless_there_is_more() -> None:
     world = World(1)
     world.sink.takes = True
     world.submit(5)
@@ -291,8 +293,25 @@ async def test_a_lone_stream_is_offered_ids_and_log_probs_are_not_left_out() -> 
     )
     world.engine.on_messages([message])
     assert (world.sink.offered, world.sink.tokens) == ([[7]], {})
-    world.engine.on_messages([msgspec.structs.replace(message, num_logprobs=0, logprobs=f32_column([-1.0]))])
-    assert (world.sink.offered, world.sink.tokens) == ([[7]], {(5, 0): [7]})
+    scored = msgspec.structs.replace(
+        message,
+        num_logprobs=2,
+        logprobs=f32_column([-1.0]),
+        top_ids=i32_column([7, 8]),
+        top_logprobs=f32_column([-1.0, -2.0]),
+    )
+    world.engine.on_messages([scored])
+    assert (world.sink.offered, world.sink.tokens) == ([[7], [7]], {})
+    assert world.sink.scores == [(-1.0, [7, 8], [-1.0, -2.0])]
+    kept = msgspec.structs.replace(scored, kept=i32_column([3]), masses=f32_column([0.5]))
+    many = msgspec.structs.replace(
+        scored,
+        num_logprobs=MOST_LISTED + 1,
+        top_ids=i32_column(range(MOST_LISTED + 1)),
+        top_logprobs=f32_column([-1.0] * (MOST_LISTED + 1)),
+    )
+    world.engine.on_messages([kept, many])
+    assert (len(world.sink.offered), world.sink.tokens) == (2, {(5, 0): [7, 7]})
 
 
 async def test_requests_count_in_their_sinks_account() -> None:

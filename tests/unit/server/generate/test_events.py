@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from tests.cases import tokenizers as small
 from tests.cases.requests import make_block, make_tokens
@@ -18,7 +19,7 @@ from toka_async.openai.generation import Defaults, RequestLimits, chat_generatio
 from toka_async.openai.requests import ChatRequest, CompletionRequest, StreamOptions
 from toka_async.server.engine.engine import Engine
 from toka_async.server.engine.request_group import RequestGroup
-from toka_async.server.engine.token_block import merge_blocks
+from toka_async.server.engine.token_block import TokenRows, merge_blocks
 from toka_async.server.generate.answers import new_header
 from toka_async.server.generate.block_texts import MANY, BlockTexts
 from toka_async.server.generate.chat import ChatAnswer
@@ -40,9 +41,14 @@ Streams = dict[int, SampleStream | None]
 
 
 def make(
-    tokenizer: Tokenizer, end: int, flags: list[bool], stops: list[str], n: int = N
+    tokenizer: Tokenizer,
+    end: int,
+    flags: list[bool],
+    stops: list[str],
+    n: int = N,
+    more: dict[str, Any] | None = None,
 ) -> tuple[Service, Run, Answer]:
-    """A streamed request of n samples, and what answers it."""
+    """A streamed request of n samples with `more` fields, and what answers it."""
     chat, usage, kept, skip, ids = flags
     engine = Engine([LocalChannel[ToScheduler](Codec(ToScheduler))], 8)
     service = Service(
@@ -66,6 +72,7 @@ def make(
         "return_token_ids": ids,
         "stop": stops,
         "min_tokens": len(stops),
+        **(more or {}),
     }
     answer: Answer
     if chat:
@@ -142,29 +149,53 @@ def test_events_are_those_of_the_definition(build: Callable[[], Tokenizer], seed
 
 
 @pytest.mark.parametrize("build", BUILDERS)
-@pytest.mark.parametrize("seed", range(20))
-def test_events_of_ids_are_those_of_columns(build: Callable[[], Tokenizer], seed: int) -> None:
-    """Characters of several tokens too, which columns begin and ids end, or the other way round."""
+@pytest.mark.parametrize("seed", range(40))
+def test_events_of_lists_are_those_of_columns(build: Callable[[], Tokenizer], seed: int) -> None:
+    """Characters of several tokens too, which columns begin and lists end, or the other way round."""
     tokenizer, random = build(), Random(seed)
-    flags = [random.random() < 0.5, False, False, random.random() < 0.5, False]
+    flags = [random.random() < 0.5 for _ in range(5)]
+    num_logprobs = random.choice([None, None, 0, 1, 3])
+    more: dict[str, Any] = {} if num_logprobs is None else {"logprobs": num_logprobs}
+    if flags[0] and num_logprobs is not None:
+        more = {"logprobs": True, "top_logprobs": num_logprobs}
     arrivals = [[random.randrange(tokenizer.vocab_size) for _ in range(random.randint(1, 3))] for _ in range(30)]
-    service, run, answer = make(tokenizer, tokenizer.vocab_size + 1, flags, [], 1)
-    by_ids, by_columns = StreamEvents(service, run, answer), StreamEvents(service, run, answer)
-    assert by_ids.takes_ids
+    service, run, answer = make(tokenizer, tokenizer.vocab_size + 1, flags, [], 1, more)
+    by_lists, by_columns = StreamEvents(service, run, answer), StreamEvents(service, run, answer)
+    assert by_lists.takes_lists
     for number, ids in enumerate(arrivals):
         block = make_block([(0, ids, Reason.NONE)])
-        takes_ids = number > 0 and random.random() < 0.7  # the first tokens come in columns
-        assert (by_ids.take_ids(ids) if takes_ids else by_ids.take(block)) == by_columns.take(block)
-        assert by_ids.num_tokens == by_columns.num_tokens
+        if num_logprobs is not None:
+            block = replace(block, tokens=score(ids, num_logprobs, random), num_logprobs=num_logprobs)
+        takes_lists = number > 0 and random.random() < 0.7  # the first tokens come in columns
+        scores = block.tokens.list_scores()
+        assert len(scores) == (0 if num_logprobs is None else len(ids))
+        assert (by_lists.take_lists(ids, scores) if takes_lists else by_lists.take(block)) == by_columns.take(block)
+        assert by_lists.num_tokens == by_columns.num_tokens
     last = make_block([(0, [1], Reason.LENGTH)])
-    assert by_ids.take(last) == by_columns.take(last)
+    if num_logprobs is not None:
+        last = replace(last, tokens=score([1], num_logprobs, random), num_logprobs=num_logprobs)
+    assert by_lists.take(last) == by_columns.take(last)
 
 
-def test_only_texts_of_one_sample_are_made_of_ids() -> None:
-    tokenizer = small.byte_level()
-    plain = [False] * 5
-    for n, flags, stops in [(2, plain, []), (1, plain, ["x"]), (1, [*plain[:4], True], [])]:
-        assert not StreamEvents(*make(tokenizer, 1, flags, stops, n)).takes_ids
+def score(ids: list[int], num_logprobs: int, random: Random) -> TokenRows:
+    """Tokens with log-probs as an engine sends them."""
+    draw = np.random.default_rng(random.randrange(1 << 30))
+    top_ids = draw.integers(0, 200, (len(ids), num_logprobs)).astype(np.int32)
+    top_logprobs = -draw.exponential(size=top_ids.shape).astype(np.float32)
+    return TokenRows(
+        np.array(ids, np.int32), -draw.exponential(size=len(ids)).astype(np.float32), top_ids, top_logprobs
+    )
+
+
+def test_events_of_several_samples_stops_and_versions_need_columns() -> None:
+    tokenizer, flags = small.byte_level(), [False] * 5
+    cases: list[tuple[int, list[str], dict[str, Any]]] = [
+        (2, [], {}),
+        (1, ["x"], {}),
+        (1, [], {"return_weight_versions": True}),
+    ]
+    for n, stops, more in cases:
+        assert not StreamEvents(*make(tokenizer, 1, flags, stops, n, more)).takes_lists
 
 
 @pytest.mark.parametrize("build", BUILDERS)

@@ -13,7 +13,7 @@ from tests.cases.requests import make_block
 from toka_async.messages import Reason
 from toka_async.openai.errors import ErrorResponse
 from toka_async.server.engine.request_group import RequestFailedError, RequestGroup
-from toka_async.server.engine.token_block import TokenBlock
+from toka_async.server.engine.token_block import Score, TokenBlock
 from toka_async.server.generate.service import Run
 from toka_async.server.http.respond import EventResponse, EventStream
 from toka_async.server.http.rounds import MOST_SECONDS, Rounds
@@ -41,20 +41,22 @@ class Client:
 class Events:
     """Each token's id is an event; what came by columns and what as ids is told apart."""
 
-    takes_ids: bool = True
+    takes_lists: bool = True
     num_open: int = 1
     is_broken: bool = False
     most_tokens: int = 99
     taken: list[list[int]] = field(default_factory=list)
+    scores: list[Score] = field(default_factory=list)
 
     def take(self, block: TokenBlock) -> bytes:
         self.num_open -= int(block.reasons.any())
         return b"columns %a" % block.tokens.token_ids.tolist()
 
-    def take_ids(self, token_ids: list[int]) -> bytes:
+    def take_lists(self, token_ids: list[int], scores: list[Score]) -> bytes:
         if self.is_broken:
             raise ValueError("no text")
         self.taken.append(token_ids)
+        self.scores += scores
         return b"ids %a" % token_ids
 
     def finish(self) -> bytes:
@@ -80,7 +82,7 @@ class Stream:
 
     def bring(self, *ids: int, reason: Reason = Reason.NONE) -> None:
         """Tokens come, as the engine gives them out."""
-        if reason or not self.group.offer([*ids]):
+        if reason or not self.group.offer([*ids], [(-float(each), [each], [-1.0]) for each in ids]):
             self.group.on_tokens(make_block([(0, [*ids], reason)]))
 
 
@@ -107,6 +109,7 @@ async def test_tokens_of_a_round_go_out_together_and_before_the_end(client: Clie
     await stream.sending
     assert client.take()[:3] == [b"ids [5]", b"columns [6]", b"end"]
     assert events.taken == [[2, 3, 4], [5]]
+    assert [logprob for logprob, _, _ in events.scores] == [-2, -3, -4, -5]
 
 
 async def test_a_client_that_does_not_read_gets_columns_once_it_reads(client: Client) -> None:
@@ -161,7 +164,7 @@ async def test_events_that_cannot_be_made_end_the_connection(client: Client) -> 
 
 
 async def test_other_events_are_made_of_columns(client: Client) -> None:
-    stream = Stream(client, Events(takes_ids=False))
+    stream = Stream(client, Events(takes_lists=False))
     await stream.begin()
     stream.bring(2)
     await turn()
