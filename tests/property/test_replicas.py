@@ -42,6 +42,10 @@ class Client:
             self.counts[key, sample] = self.counts.get((key, sample), 0) + count
         self.ends += np.unique(block.keys[block.is_last != 0]).tolist()
 
+    @property
+    def takes_offers(self) -> bool:
+        return False
+
     def offer(self, _token_ids: list[int], _scores: list[Score]) -> bool:
         return False
 

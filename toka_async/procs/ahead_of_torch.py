@@ -40,15 +40,20 @@ def begin_ahead() -> None:
 
 
 def _load_torch() -> None:
-    """Loads torch's libraries in its order, by a call that releases Python's lock; an import of them holds it."""
+    """Loads torch's libraries as its import does, by a call that releases Python's lock, which an import holds.
+
+    The import finds libraries of CUDA by their paths after the first of these, because another version of one in
+    LD_LIBRARY_PATH would be taken otherwise (pytorch#138460). Where that is set, only the first is loaded ahead.
+    """
     torch = find_spec("torch")
     assert torch is not None
     assert torch.origin is not None
     folder = Path(torch.origin).parent / "lib"
     load = ctypes.CDLL(None).dlopen
     load.argtypes, load.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
-    for name, scope in (("libtorch_global_deps.so", os.RTLD_GLOBAL), ("libtorch.so", os.RTLD_LOCAL)):
-        load(bytes(folder / name), scope | os.RTLD_NOW)
+    is_loaded = load(bytes(folder / "libtorch_global_deps.so"), os.RTLD_GLOBAL | os.RTLD_NOW)
+    if is_loaded and not os.environ.get("LD_LIBRARY_PATH"):
+        load(bytes(folder / "libtorch.so"), os.RTLD_LOCAL | os.RTLD_NOW)
 
 
 def _try(task: Callable[[], Any]) -> None:

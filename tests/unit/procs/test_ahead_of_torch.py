@@ -49,13 +49,17 @@ print("triton" in sys.modules, "torch" in sys.modules)
     assert done.stdout.split() == ["True", "False"]
 
 
-def test_torchs_libraries_are_loaded_before_it_is_imported() -> None:
+@pytest.mark.parametrize("path", ["", "/opt/other"])
+def test_torchs_libraries_are_loaded_before_it_is_imported(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all of them where the system may find other versions."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", path)
     program = """
 import sys
 from pathlib import Path
 from toka_async.procs.ahead_of_torch import _load_torch
 _load_torch()
-print("libtorch_cpu.so" in Path("/proc/self/maps").read_text(), "torch" in sys.modules)
+maps = Path("/proc/self/maps").read_text()
+print("libtorch_global_deps.so" in maps, "libtorch_cpu.so" in maps, "torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "False"]
+    assert done.stdout.split() == ["True", str(not path), "False"]

@@ -65,6 +65,11 @@ class RequestGroup:
 
     # ---- the sink ----------------------------------------------------------------------------------------------------
 
+    @property
+    def takes_offers(self) -> bool:
+        """See Sink."""
+        return self.receive is not None
+
     def on_tokens(self, block: TokenBlock) -> None:
         """See Sink."""
         if not self.num_tokens or self.num_cached.size > 1:  # all blocks of a prompt say the same
@@ -76,7 +81,7 @@ class RequestGroup:
             self._news.set()
 
     def offer(self, token_ids: list[int], scores: list[Score]) -> bool:
-        """See Sink. Nothing is taken while earlier tokens wait for `news`."""
+        """See Sink. Refuses tokens while earlier ones wait for `news`, or `receive` refuses them."""
         if self.receive is None or self._blocks or self._rest is not None or not self.receive(token_ids, scores):
             return False
         self.num_tokens += len(token_ids)

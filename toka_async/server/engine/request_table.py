@@ -45,6 +45,11 @@ class Sink(Protocol):
         """New tokens, ends of samples and of requests."""
         ...
 
+    @property
+    def takes_offers(self) -> bool:
+        """Whether `offer` may return True now."""
+        ...
+
     def offer(self, token_ids: list[int], scores: list[Score], /) -> bool:
         """Takes new tokens of a sample that goes on, if no other of the sink has any. False: `on_tokens` gets them.
 
@@ -277,17 +282,12 @@ class RequestTable:
         starts = [*firsts.tolist(), slots.size]
         ends = np.concatenate([[0], np.cumsum(block.counts)])[starts].tolist()
         # Columns of a single row are slow: most streams have one sample, and most messages a token of each.
-        is_offered = (np.diff(starts) == 1) & (block.reasons[firsts] == 0)
-        token_ids: list[int] = []
-        scores: list[Score] = []
-        if not block.tokens.can_be_listed:
-            is_offered[:] = False
-        elif is_offered.any():
-            token_ids, scores = block.tokens.token_ids.tolist(), block.tokens.list_scores()
+        is_offered = (np.diff(starts) == 1) & (block.reasons[firsts] == 0) & block.tokens.can_be_listed
+        is_offered &= [sink.takes_offers for sink in sinks]
+        offers = block.list_rows(firsts[is_offered])
         for i, (sink, offered) in enumerate(zip(sinks, is_offered.tolist(), strict=True)):
-            start, end = ends[i], ends[i + 1]
-            if not (offered and sink.offer(token_ids[start:end], scores[start:end])):
-                sink.on_tokens(block.cut(starts[i], starts[i + 1], start, end))
+            if not (offered and sink.offer(*next(offers))):
+                sink.on_tokens(block.cut(starts[i], starts[i + 1], ends[i], ends[i + 1]))
 
     def _end_samples(self, slots: Int64) -> Int64:
         """A sample of each slot (with repeats) has ended; returns those whose request has ended with it."""

@@ -5,7 +5,7 @@ Knows nothing of who waits for them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -71,7 +71,7 @@ class TokenRows(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 def rows_of_lists(token_ids: list[int], scores: list[Score]) -> TokenRows:
-    """Tokens as `TokenRows` that can be listed lists them."""
+    """The tokens of these ids and scores, one for each id or none."""
     ids = np.array(token_ids, np.int32)
     if not scores:
         return TokenRows(ids)
@@ -172,6 +172,16 @@ class TokenBlock(msgspec.Struct, frozen=True, gc=False, eq=False):
     def cut(self, start: int, end: int, first_token: int, end_token: int) -> TokenBlock:
         """As `part`, for a caller who knows where the rows' tokens are."""
         return TokenBlock(self.rows[:, start:end], self.tokens.part(first_token, end_token), self.num_logprobs)
+
+    def list_rows(self, places: npt.NDArray[np.intp]) -> Iterator[tuple[list[int], list[Score]]]:
+        """The ids and scores of the rows at some places, in their order."""
+        if not places.size:
+            return
+        rows = self if places.size == len(self) else self.take(places)
+        ids, scores, start = rows.tokens.token_ids.tolist(), rows.tokens.list_scores(), 0
+        for count in rows.counts.tolist():
+            yield ids[start : start + count], scores[start : start + count]
+            start += count
 
     def take(self, places: npt.NDArray[np.intp]) -> TokenBlock:
         """The rows at some places, in their order, with their tokens."""

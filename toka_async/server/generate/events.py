@@ -24,7 +24,7 @@ from toka_async.server.generate.service import Run, Service, stop_token
 ENCODER = msgspec.json.Encoder()
 PADDED = 32  # bytes, of which a text with its padding has a multiple
 DONE = b"data: [DONE]\n\n"
-NO_REQUEST = -1  # stands for the id of a request without stop strings, which alone end samples by it
+NO_REQUEST = -1  # in place of a request's id: only stop strings, which end samples early, need it
 MARK = "\0text\0"  # no id and no model's name has it
 MOST_TOKENS = 1024  # that become events in one turn of the event loop
 MOST_PLAIN_TOKENS = 64 * MOST_TOKENS  # of requests whose texts are looked up: they are so much cheaper
@@ -69,7 +69,10 @@ class EventSource(Protocol):
         ...
 
     def take_lists(self, token_ids: list[int], scores: list[Score], /) -> bytes:
-        """As `take`, of the only sample's tokens, which goes on. scores: of each, if log-probs were asked for."""
+        """The events of further tokens of the only sample, which has not ended, after `take` has begun it.
+
+        scores: one for each token, or none where no log-probs were asked for.
+        """
         ...
 
     def finish(self) -> bytes:

@@ -321,8 +321,13 @@ class Session:
         header, columns = block_columns(block, self._service.engine.requests.versions.names)
         self.add(header, columns, block.keys, np.unique(block.keys[block.is_last != 0]).tolist())
 
+    @property
+    def takes_offers(self) -> bool:
+        """See Sink: tokens are sent in columns."""
+        return False
+
     def offer(self, _token_ids: list[int], _scores: list[Score]) -> bool:
-        """See Sink. Tokens are sent in columns."""
+        """See Sink."""
         return False
 
     def on_prompt(self, key: int, prefilled: Prefilled) -> None:

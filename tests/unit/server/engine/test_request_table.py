@@ -29,6 +29,7 @@ class Listener:
     failed: dict[int, str] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
     forgets: bool = False
+    may_take: bool = True
     takes: bool = False
     offered: list[list[int]] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
@@ -38,6 +39,10 @@ class Listener:
             self.tokens.setdefault(place, []).extend(ids)
         self.cached |= dict(zip(block.keys.tolist(), block.cached.tolist(), strict=True))
         self.ended += block.keys[block.is_last != 0].tolist()
+
+    @property
+    def takes_offers(self) -> bool:
+        return self.may_take
 
     def offer(self, token_ids: list[int], scores: list[Score]) -> bool:
         self.offered.append(token_ids)
@@ -276,6 +281,27 @@ async def test_tokens_of_a_lone_sample_that_goes_on_are_offered_as_ids(takes: bo
     assert others[0].tokens == {(0, 0): [0], (0, 1): [3]}
     assert others[1].tokens == {(1, 0): [1, 2]}
     assert others[2].tokens == ({} if takes else {(2, 0): [4, 5]})
+
+
+async def test_only_sinks_that_take_offers_get_any() -> None:
+    world, others = World(1), [Listener(takes=True), Listener(may_take=False), Listener(takes=True)]
+    for key, other in enumerate(others):
+        world.engine.submit(make_requests(make_prompt(key), keys=[key]), other)
+    (scheduler,) = world.schedulers
+    scheduler.step()
+    message = Tokens(
+        request_ids=i32_column(scheduler.requests),
+        samples=i32_column([0, 0, 0]),
+        counts=i32_column([1, 2, 3]),
+        reasons=i32_column([0, 0, 0]),
+        token_ids=i32_column(range(6)),
+        num_logprobs=0,
+        logprobs=f32_column([-1.0, -2, -3, -4, -5, -6]),
+    )
+    world.engine.on_messages([message])
+    assert [other.offered for other in others] == [[[0]], [], [[3, 4, 5]]]
+    assert [logprob for logprob, _, _ in others[2].scores] == [-4, -5, -6]
+    assert others[1].tokens == {(1, 0): [1, 2]}
 
 
 async def test_a_lone_stream_is_offered_lists_unless_there_is_more() -> None:
