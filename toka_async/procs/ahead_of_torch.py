@@ -17,7 +17,7 @@ from typing import Any
 
 
 def begin_ahead() -> None:
-    """Starts the driver, hashes Triton and loads torch's libraries, if there are any.
+    """Starts the driver, hashes Triton and loads torch's libraries, where there is a GPU.
 
     What fails is done again where it is needed. The driver looks at all GPUs, and takes no memory of one. Triton's
     cache names kernels by a hash of Triton itself, which has 400 MB; it is kept, but not until it is there: every
@@ -28,7 +28,8 @@ def begin_ahead() -> None:
     except OSError:
         return  # there is no GPU
     tasks: list[Callable[[], Any]] = [partial(driver.cuInit, 0), _load_torch]
-    # A library that is imported holds Python's lock while it waits for others to be loaded: these come first.
+    # An import waits until no other thread loads a library, and holds Python's lock meanwhile. So these, which have
+    # libraries, are imported before the threads begin.
     with suppress(ImportError):
         import llguidance  # noqa: F401
     with suppress(ImportError):

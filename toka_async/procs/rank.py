@@ -334,7 +334,7 @@ def build(spec: ChildSpec) -> BuiltRank:
             begin_ahead()
         vocabulary = make_vocabulary(spec) if place.is_last else None
         if vocabulary is not None:
-            vocabulary.wait()  # it holds Python's lock, while libraries can be loaded without it
+            vocabulary.wait()  # making it holds Python's lock, and torch's libraries are loaded meanwhile without it
         from toka_async.startup.runner_factory import RunnerFactory
 
     factory = RunnerFactory(

@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import Callable
 from time import monotonic
 
-MOST_SECONDS = 0.025  # that a round waits for the one before: readers do not notice so little
+MOST_SECONDS = 0.025  # the longest wait between two rounds; readers do not notice it
 
 
 class Rounds:
     """Calls functions that each send one stream's events.
 
     After a round, the next waits for as long as the round took, MOST_SECONDS at most, so that sending takes about half
-    of a busy event loop's time. uvloop waits for whole milliseconds: after rounds of less than half of one, of few
-    streams, there is no wait. What a stream says meanwhile shares an event, which costs the loop and the client little
-    more than an event of one token.
+    of a busy event loop's time. uvloop waits for whole milliseconds, so no wait follows a round of less than half a
+    millisecond, as few streams need. What a stream says meanwhile shares an event, which costs the loop and the client
+    little more than an event of one token.
     """
 
     def __init__(self) -> None:

@@ -261,7 +261,7 @@ async def test_each_sink_gets_its_own_rows_of_a_message() -> None:
 
 
 @pytest.mark.parametrize("takes", [False, True])
-async def test_tokens_of_a_lone_sample_that_goes_on_are_offered_as_ids(takes: bool) -> None:
+async def test_tokens_of_a_lone_sample_that_goes_on_are_offered(takes: bool) -> None:
     """The first sink has two samples, the second's ends, and the last says whether it takes what it is offered."""
     world, others = World(1), [Listener(takes=True), Listener(takes=True), Listener(takes=takes)]
     for key, (other, n) in enumerate(zip(others, [2, 1, 1], strict=True)):

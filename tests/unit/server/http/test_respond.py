@@ -39,7 +39,7 @@ class Client:
 
 @dataclass
 class Events:
-    """Each token's id is an event; what came by columns and what as ids is told apart."""
+    """Each token's id is an event; what came in columns and what in lists is told apart."""
 
     takes_lists: bool = True
     num_open: int = 1
