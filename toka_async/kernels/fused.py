@@ -91,6 +91,18 @@ class FusedOps:
             )
         return normed, added
 
+    def sum_squares(self, x: Tensor) -> Tensor:
+        """[t, n] to float32 [t], each row in one order, while torch's order depends on the number of rows."""
+        num_rows, size = x.shape
+        assert x.stride(1) == 1
+        sums = x.new_empty(num_rows, dtype=torch.float32)
+        block = round_to_power(size)
+        if num_rows:
+            _sum_squares[(num_rows,)](
+                x, x.stride(0), sums, size=size, block=block, num_warps=min(16, max(4, block // 1024))
+            )
+        return sums
+
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         assert gate_up.is_contiguous()
         assert activation in NAMES, activation
@@ -214,6 +226,15 @@ def _add_norm(
     weight = tl.load(weight_at + column, mask=column < hidden, other=0.0).to(tl.float32)
     normed = wide * scale[:, None] * weight[None, :]
     tl.store(normed_at + cells, normed.to(x.dtype), mask=within)
+
+
+@triton.jit(do_not_specialize=["stride"])  # which differs between one row and several
+def _sum_squares(x_at, stride, sums_at, size: tl.constexpr, block: tl.constexpr):
+    """One program sums one row of `size` values, padded to `block`."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, block)
+    x = tl.load(x_at + row * stride + column, mask=column < size, other=0.0).to(tl.float32)
+    tl.store(sums_at + row, tl.sum(x * x, 0))
 
 
 @triton.jit

@@ -43,7 +43,7 @@ class Attention(nn.Module):
         self.dim = attention.head_dim
         qkv, output = spec.layers[number].list_mixer_matrices(spec.hidden_size)
         self.qkv = build_matrix(qkv, comm, ops)
-        self.head_norm, self.projection_norm = _build_norms(attention, qkv, spec.norm.eps, comm)
+        self.head_norm, self.projection_norm = _build_norms(attention, qkv, spec.norm.eps, comm, ops)
         self.value_norm: ValueNorm | None = None
         if attention.value_norm and not attention.reads_back:
             num_values = share_units(qkv.outputs[2], comm).size // self.dim
@@ -95,7 +95,7 @@ class Attention(nn.Module):
 
 
 def _build_norms(
-    attention: AttentionSpec, qkv: MatrixSpec, eps: float, comm: Comm
+    attention: AttentionSpec, qkv: MatrixSpec, eps: float, comm: Comm, ops: Ops
 ) -> tuple[HeadNorm | None, ProjectionNorm | None]:
     norm, dim = attention.head_norm, attention.head_dim
     if norm is None:
@@ -106,6 +106,6 @@ def _build_norms(
         return HeadNorm(queries.size // dim, 0, dim, eps, norm.adds_one, qkv.outputs[0].order), None
     keys = share_units(qkv.outputs[1], comm)
     if norm.over == "projection":
-        return None, ProjectionNorm(queries, keys, eps, comm)
+        return None, ProjectionNorm(queries, keys, eps, comm, ops)
     order = qkv.outputs[1].order
     return HeadNorm(queries.size // dim, keys.size // dim, dim, eps, norm.adds_one, order), None

@@ -259,13 +259,14 @@ class HeadNorm(nn.Module):
 class ProjectionNorm(nn.Module):
     """An RMSNorm of all queries of a token as one vector, and one of all its keys; each rank has a part of them."""
 
-    def __init__(self, queries: Share, keys: Share, eps: float, comm: Comm) -> None:
+    def __init__(self, queries: Share, keys: Share, eps: float, comm: Comm, ops: Ops) -> None:
         """queries, keys: the rank's parts, in values. Ranks may have the same keys."""
         super().__init__()
         self.weight = make_unset(queries.size + keys.size)
         self.shares = queries, keys
         self.eps = eps
         self.comm = comm
+        self.ops = ops
         # What a rank's sum of squares counts in the mean: each key may be on several ranks.
         self.weights_in_means = 1 / queries.total, 1 / (keys.size * comm.size)
 
@@ -275,7 +276,7 @@ class ProjectionNorm(nn.Module):
         rows = heads.view(len(heads), -1)[:, : sum(sizes)]
         values = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
         parts = torch.split(values, sizes, dim=-1)
-        sums = [part.square().sum(-1) * weight for part, weight in zip(parts, self.weights_in_means, strict=True)]
+        sums = [self.ops.sum_squares(part) * share for part, share in zip(parts, self.weights_in_means, strict=True)]
         factors = torch.rsqrt(self.comm.all_reduce(torch.stack(sums, dim=-1)) + self.eps)  # [t, 2]
         for part, factor in zip(parts, torch.split(factors, 1, dim=-1), strict=True):
             part.mul_(factor)

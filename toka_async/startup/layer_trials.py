@@ -45,6 +45,9 @@ def list_layer_trials(
         weight = x[0].float() if spec.norm.adds_one else x[0]
         ops.add_norm(x, x if adds else None, weight, spec.norm.eps)
 
+    def sum_squares(size: int) -> None:
+        ops.sum_squares(make(1, 2 * size, dtype=torch.float32)[:, :size])  # they lie among others
+
     def gate_rows(num_rows: int, inner: int, activation: str) -> None:
         ops.gate(make(num_rows, 2 * inner), activation)
 
@@ -68,12 +71,15 @@ def list_layer_trials(
     own = [layer.feed for layer in spec.layers if not isinstance(layer.feed, ForeignFeedSpec)]
     inputs = [layer.input for layer in spec.layers if layer.input is not None]
     gated = {kind.num_heads * kind.head_dim for kind in spec.attention_kinds if kind.gated}
+    whole = [kind for kind in spec.attention_kinds if kind.head_norm is not None and kind.head_norm.over != "head"]
+    normed = {heads * kind.head_dim for kind in whole for heads in (kind.num_heads, kind.num_kv_heads)}
     has_expert_of_all = any(isinstance(feed, ExpertsFeedSpec) and feed.shared for feed in own)
     feeds = {(feed.inner, feed.activation) for feed in own} | {(each.size, each.activation) for each in inputs}
     return [
         *(partial(append_rows, count, kind) for count in counts for kind in spec.attention_kinds),
         *(partial(norm_rows, count, adds=False) for count in counts),
         partial(norm_rows, counts[-1], adds=True),
+        *(partial(sum_squares, size) for size in sorted(normed)),
         *(partial(gate_rows, count, *feed) for count in counts for feed in sorted(feeds)),
         *(partial(apply_gates, count, width) for count in counts for width in sorted(gated)),
         *(partial(open_gates, count) for count in counts if has_expert_of_all),

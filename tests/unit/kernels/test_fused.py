@@ -63,6 +63,20 @@ def test_gate(device: torch.device, shape: tuple[int, int], dtype: torch.dtype, 
     check(FusedOps().gate(gate_up, activation), exact, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [8, 33, 2049])
+def test_squares(device: torch.device, dtype: torch.dtype, size: int) -> None:
+    """Of a part of each row; the same bits whatever the number of rows."""
+    x = normal(device, dtype, 5, 2 * size)[:, :size]
+    sums = FusedOps().sum_squares(x)
+    check(sums, x.double().square().sum(-1).float(), torch.float32)
+    check(TorchOps().sum_squares(x), x.double().square().sum(-1).float(), torch.float32)
+    for row in range(5):
+        for alone in (x[row : row + 1], x[row : row + 1].clone()):  # in place, and of another stride
+            assert torch.equal(FusedOps().sum_squares(alone), sums[row : row + 1])
+    assert FusedOps().sum_squares(x[:0]).shape == (0,)
+
+
 def test_no_rows(device: torch.device) -> None:
     empty = torch.empty(0, 32, device=device)
     normed, added = FusedOps().add_norm(empty, empty, torch.ones(32, device=device), 1e-6)

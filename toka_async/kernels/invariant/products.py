@@ -92,6 +92,7 @@ class InvariantOps:
         fused = FusedOps()
         self.scaled = ScaledKernels(ScaledProducts(tile=LARGEST_TILE))
         self.add_norm = fused.add_norm
+        self.sum_squares = fused.sum_squares
         self.gate = fused.gate
         self.apply_gates = fused.apply_gates
         self.compute_rotation = fused.compute_rotation

@@ -41,6 +41,10 @@ class Ops(Protocol):
         """
         ...
 
+    def sum_squares(self, x: Tensor) -> Tensor:
+        """[t, n], a row contiguous, to [t], summed in float32, or x's dtype where that is wider."""
+        ...
+
     def compute_rotation(
         self, positions: Tensor, inverse_frequencies: Tensor, scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
@@ -103,6 +107,9 @@ class TorchOps:
             x = residual + x
         wide = x if weight.dtype == x.dtype else x.to(weight.dtype)
         return F.rms_norm(wide, weight.shape, weight, eps).to(x.dtype), x
+
+    def sum_squares(self, x: Tensor) -> Tensor:
+        return x.to(torch.promote_types(x.dtype, torch.float32)).square().sum(-1)
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         return GATES[activation](*gate_up.chunk(2, dim=-1))
