@@ -26,7 +26,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 NEEDS_FLASHINFER = pytest.mark.skipif(find_spec("flashinfer") is None, reason="no FlashInfer")
 BEGINS = "FlashInfer is compiled in the background"
-SMALL = ("schedule.max_seqs=64", "schedule.max_tokens=512", "graphs.max_rows=16", "server.port=0")
+SMALL = (
+    "cache.num_tokens=8192",
+    "schedule.max_seqs=64",
+    "schedule.max_tokens=512",
+    "graphs.max_rows=16",
+    "parallel.gpu_locks=",  # tests may share GPUs
+    "server.port=0",
+)
 
 
 @pytest.fixture

@@ -23,7 +23,9 @@ from tests.processes.serving import Serving, serving
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 
 
-OPTIONS = ("model.dtype=float32", "cache.num_tokens=32768", "schedule.max_seqs=16", "graphs.max_rows=8", "tuning.dir=")
+# Few tokens and no locks: tests may share GPUs.
+SMALL = ("cache.num_tokens=32768", "schedule.max_seqs=16", "graphs.max_rows=8", "parallel.gpu_locks=")
+OPTIONS = ("model.dtype=float32", "tuning.dir=", *SMALL)
 SHARDS = "parallel.async_tp_min_tokens=3"  # of more rows than ranks, and of prompts
 ALL_WHOLE = "parallel.async_tp_min_tokens=0"
 # Filters, penalties, log-probs: everything that kernels sample.
@@ -125,8 +127,7 @@ def ask_samples(server: Serving) -> list[list[int]]:
 def test_a_killed_rank_leaves_no_process(tmp_path: Path) -> None:
     family, shape = SHAPES["llama"]
     folder = make_checkpoint(tmp_path / "model", family, seed=2, **shape)
-    options = ("schedule.max_seqs=16", "graphs.max_rows=8", "parallel.tp=2")
-    with serving(tmp_path, f"model.path={folder}", "model.served_name=m", *options) as server:
+    with serving(tmp_path, f"model.path={folder}", "model.served_name=m", "parallel.tp=2", *SMALL) as server:
         events = server.stream("/v1/completions", model="m", prompt="Q", max_tokens=400, ignore_eos=True)
         next(events)
         os.kill(server.children["rank-0-1"], signal.SIGKILL)

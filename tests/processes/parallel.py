@@ -33,6 +33,7 @@ OPTIONS = (
     "tuning.dir=",
     "attention.num_threads=1",
     "log.stats_interval=0",
+    "parallel.gpu_locks=",  # tests may share GPUs
 )
 SHARED = [(7 * i + 3) % 256 for i in range(193)]
 # (prompt, samples, seconds until it is asked): 193 tokens are 12 pages and the one that samples begin with.
