@@ -1,10 +1,9 @@
-"""CUDA graphs on a CPU: a capture computes nothing, a replay writes into tensors that stay where they are."""
+"""CUDA graphs on a CPU: a replay writes into tensors that stay where they are. A capture learns their sizes."""
 
 from __future__ import annotations
 
 import gc
 import threading
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import ParamSpec
@@ -61,11 +60,8 @@ class FakeGraphs:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.graphs: list[FakeGraph] = []
         self.num_collections = 0
-        # Of runs before captures, which come in the same order, by thread.
-        self._before: defaultdict[int, deque[tuple[Tensor, ...]]] = defaultdict(deque)
         patch.setattr(gc, "collect", self._collect)
-        patch.setattr(gc, "freeze", lambda: None)  # it would keep what a test leaves behind
-        self._capturing: FakeGraph | None = None
+        self._capturing: dict[int, FakeGraph] = {}  # by thread
         self.milliseconds = 0.0
         self.slow: dict[int, float] = {}
         for name, value in {
@@ -86,7 +82,7 @@ class FakeGraphs:
         """The graphs of models."""
         return [graph for graph in self.graphs if graph.name == "step"]
 
-    def _collect(self) -> int:
+    def _collect(self, generation: int = 2) -> int:  # noqa: ARG002
         self.num_collections += 1
         return 0
 
@@ -94,9 +90,9 @@ class FakeGraphs:
     def _capture(self, graph: FakeGraph, pool: object, stream: FakeStream) -> Iterator[None]:
         assert pool == (0, 0)
         assert isinstance(stream, FakeStream)
-        self._capturing = graph
+        self._capturing[threading.get_ident()] = graph
         yield
-        self._capturing = None
+        del self._capturing[threading.get_ident()]
         assert graph.body is not None
         self.graphs.append(graph)
 
@@ -106,12 +102,11 @@ class FakeGraphs:
         """Computes the same; a capture keeps it for later."""
 
         def step(*args: P.args, **kwargs: P.kwargs) -> tuple[Tensor, ...]:
-            if self._capturing is None:
-                values = compute(*args, **kwargs)
-                self._before[threading.get_ident()].append(values)
+            values = compute(*args, **kwargs)
+            graph = self._capturing.get(threading.get_ident())
+            if graph is None:
                 return values
-            # As many and as large as the run before the capture made.
-            outputs = tuple(torch.full_like(output, -1) for output in self._before[threading.get_ident()].popleft())
+            outputs = tuple(torch.full_like(value, -1) for value in values)
 
             def body() -> None:
                 if name == "step":
@@ -119,7 +114,7 @@ class FakeGraphs:
                 for output, value in zip(outputs, compute(*args, **kwargs), strict=True):
                     output.copy_(value)
 
-            self._capturing.body, self._capturing.name = body, name
+            graph.body, graph.name = body, name
             return outputs
 
         return step

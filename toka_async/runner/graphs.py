@@ -86,6 +86,7 @@ class DecodeGraphs:
         self._attention = attention
         self._sizes = sorted(sizes)
         self._graphs: dict[tuple[int, bool], _CapturedStep] = {}
+        self._dropped: list[_CapturedStep] = []
         self._decode = decode
         self._ends = ends
         self._kinds = (False, True) if grouped else (False,)
@@ -95,7 +96,7 @@ class DecodeGraphs:
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         todo = [(size, grouped) for size in reversed(self._sizes) for grouped in self._kinds]
-        with _hide_old_objects():
+        with _hold_collections():
             for number, (size, grouped) in enumerate(todo, 1):
                 stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(stream):
@@ -104,9 +105,9 @@ class DecodeGraphs:
                     for end in self._ends.values():
                         reduce(lambda linked, link: link(linked), end, outputs)
                 torch.cuda.current_stream().wait_stream(stream)
-                with _hold_collections():
-                    step = _capture(partial(self._decode, size, grouped), pool, stream)
-                    ends = {name: _capture_links(step, end, pool, stream) for name, end in self._ends.items()}
+                gc.collect(0)  # what the capture before left, which may hold the graphs' memory
+                step = _capture(partial(self._decode, size, grouped), pool, stream)
+                ends = {name: _capture_links(step, end, pool, stream) for name, end in self._ends.items()}
                 if ends:
                     # An end follows its step at once: later captures may take the memory between the two.
                     step.outputs = ()
@@ -120,7 +121,13 @@ class DecodeGraphs:
                 part.graph.replay()
 
     def keep(self, sizes: Sequence[int]) -> None:
+        """Leaves out other sizes from now on.
+
+        Their graphs stay: where torch destroys one, it frees cuBLAS' workspace of the stream that all were captured on,
+        which the others use (pytorch#193402).
+        """
         self._sizes = [size for size in self._sizes if size in sizes]
+        self._dropped += [graph for key, graph in self._graphs.items() if key[0] not in sizes]
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] in sizes}
 
     @property
@@ -178,24 +185,8 @@ def _capture_links(step: _Captured, end: DecodeEnd, pool: Any, stream: torch.cud
 
 
 @contextmanager
-def _hide_old_objects() -> Iterator[None]:
-    """Keeps existing objects out of garbage collections: libraries' hundreds of thousands of objects live on anyway.
-
-    Where some are kept out already, as in a rank, all stay so: these cannot be told from the others.
-    """
-    were_hidden = gc.get_freeze_count() > 0
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        if not were_hidden:
-            gc.unfreeze()
-
-
-@contextmanager
 def _hold_collections() -> Iterator[None]:
-    """Collects no garbage within: a collection during a capture could free memory of another stream."""
+    """Collects garbage, and lets Python collect none within: that could free another stream's memory in a capture."""
     gc.collect()
     gc.disable()
     try:

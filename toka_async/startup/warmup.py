@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -55,7 +56,8 @@ def warm_up(
     with stages.stage("warm-up", "computing steps"):
         on_gpu = runner.decode is not None
         large = list_prompt_loads(runner.ready, num_parts) if on_gpu else []
-        loads = list_row_loads(runner.ready, num_parts) if on_gpu else list_cpu_loads(runner.ready)
+        num_decode = _DECODE_STEPS if capture is None else 1  # the others are replayed
+        loads = list_row_loads(runner.ready, num_parts, num_decode) if on_gpu else list_cpu_loads(runner.ready)
         if runner.ready.async_tp_min_tokens:
             large.append(make_largest_load(runner.ready))
         for number, load in enumerate([*loads, *large]):
@@ -67,7 +69,7 @@ def warm_up(
             capture()
             torch.cuda.empty_cache()  # what was computed before each capture, on the captures' stream
             runner.launch_graphs()
-            for load in loads:  # what is around the replays; large steps are not captured
+            for load in list_row_loads(runner.ready, num_parts):  # what is around replays; large steps have none
                 load(runner)
     gc.collect()
     runner.mark_warm()
@@ -99,8 +101,12 @@ def _count_room(ready: Ready) -> int:
     return max(1, min(SyntheticRows(ready).count_room(_DECODE_STEPS + 2), ready.max_tokens))
 
 
-def list_row_loads(ready: Ready, num_parts: int) -> list[Load]:
-    """Lists steps of few rows and of many, short, alone and grouped; in whole and in parts."""
+def list_row_loads(ready: Ready, num_parts: int, num_decode: int = _DECODE_STEPS) -> list[Load]:
+    """Lists steps of few rows and of many, short, alone and grouped; in whole and in parts.
+
+    num_decode: steps after a prompt's.
+    """
+    make = partial(make_rows_load, num_decode=num_decode)
     size = ready.page_size
     length = min(_PROMPT_TOKENS, _count_room(ready))
     pages = -(-(length + _DECODE_STEPS + 2) // size)
@@ -108,16 +114,16 @@ def list_row_loads(ready: Ready, num_parts: int) -> list[Load]:
     loads: list[Load] = []
     for count in dict.fromkeys((*add_part_counts((1, 2, 3, 17, 64, 300, 1100), num_parts), most)):
         if 0 < count <= most:
-            loads.append(make_rows_load([length] * count, PLAIN))
+            loads.append(make([length] * count, PLAIN))
             if count in (1, 17, most):
-                loads += [make_rows_load([length] * min(count, 300), (*kinds, GREEDY)) for kinds in (FULL, TORCH)]
-    loads.append(make_rows_load([1], (GREEDY,)))
+                loads += [make([length] * min(count, 300), (*kinds, GREEDY)) for kinds in (FULL, TORCH)]
+    loads.append(make([1], (GREEDY,)))
     grouped = [(count, 4, count) for count in add_part_counts((64,), num_parts)] + [(2, 1, 2), (most, 32, most)]
     # More rows than start early (`kernels.launches.pdl`), with so many keys each that several programs read them.
     for count, shared, num_grouped in (*grouped, (17, 32, 0)):
         fits = shared + count * pages <= ready.num_pages and 1 < count <= ready.max_seqs
         if fits and (shared + pages) * size <= ready.max_context and count * 2 <= ready.max_tokens:
-            loads.append(make_rows_load([shared * size + 2] * count, PLAIN, shared, num_grouped))
+            loads.append(make([shared * size + 2] * count, PLAIN, shared, num_grouped))
     return loads
 
 
