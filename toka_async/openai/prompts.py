@@ -15,6 +15,8 @@ from toka_async.openai.errors import bad_request
 
 Prompt = str | Int32
 
+LIST_WORK = 32  # token ids that take as long as a list of them does besides
+
 
 def parse_prompts(prompt: str | list[Any]) -> list[Prompt]:
     """Returns the prompts, each a string or an int32 array of token ids [p], p >= 1.
@@ -51,12 +53,12 @@ def parse_token_ids(items: Sequence[Any], param: str = "prompt") -> Int32:
     return np.array(items, dtype=np.int32)
 
 
-def count_parts(prompt: str | list[Any]) -> int:
-    """Returns how many strings or token ids `parse_prompts` looks at."""
+def count_work(prompt: str | list[Any]) -> int:
+    """Counts what `parse_prompts` does, in token ids or strings that it looks at."""
     if isinstance(prompt, str):
         return 1
     if prompt and isinstance(prompt[0], list):
-        return sum(len(each) if isinstance(each, list) else 1 for each in prompt)
+        return sum(LIST_WORK + len(each) if isinstance(each, list) else 1 for each in prompt)
     return len(prompt)
 
 

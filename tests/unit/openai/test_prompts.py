@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from toka_async.openai.errors import ApiError
-from toka_async.openai.prompts import check_vocabulary, count_parts, parse_prompts, parse_token_ids
+from toka_async.openai.prompts import check_vocabulary, count_work, parse_prompts, parse_token_ids
 
 
 def test_the_four_forms() -> None:
@@ -36,7 +36,7 @@ def test_the_vocabulary_is_stated() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "count"), [("abc", 1), (["a", "b"], 2), ([1, 2, 3], 3), ([[1, 2, 3], [4]], 4), ([[], {}], 1)]
+    ("prompt", "count"), [("abc", 1), (["a", "b"], 2), ([1, 2, 3], 3), ([[1, 2, 3], [4]], 68), ([[], {}], 33)]
 )
-def test_parts_are_counted_of_any_prompt(prompt: str | list[object], count: int) -> None:
-    assert count_parts(prompt) == count
+def test_work_is_counted_of_any_prompt(prompt: str | list[object], count: int) -> None:
+    assert count_work(prompt) == count

@@ -17,6 +17,7 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 SLICE = 256  # things of some microseconds each
+MANY_IDS = 8192  # token ids of a request, which take the event loop about a millisecond
 PAUSE = 0.015  # seconds without a job after which one comes alone
 
 

@@ -51,7 +51,7 @@ from toka_async.server.generate.answers import (
     wants_tokens,
     weight_versions,
 )
-from toka_async.server.generate.batching import SLICE
+from toka_async.server.generate.batching import MANY_IDS
 from toka_async.server.generate.events import ENCODER
 from toka_async.server.generate.logprobs import chat_logprobs, prompt_logprobs, prompt_rows
 from toka_async.server.generate.sample_text import Piece
@@ -83,7 +83,7 @@ async def prepare_chat(service: Service, wire: ChatRequest) -> tuple[PreparedReq
     else:
         param = "prompt_token_ids"
         parse = partial(parse_token_ids, param=param)
-        given = await service.in_thread(parse, wire.prompt_token_ids, is_long=len(wire.prompt_token_ids) > SLICE)
+        given = await service.in_thread(parse, wire.prompt_token_ids, is_long=len(wire.prompt_token_ids) > MANY_IDS)
     generation, reading = read_answers(service, wire, tools, generation, [given])
     prompts = await service.encode([given], wire.add_special_tokens, param, generation, limits)
     prepared = await service.prepare(generation, prompts, param, limits)

@@ -13,7 +13,7 @@ from toka_async.config import LimitsConfig
 from toka_async.messages import Prefilled, Reason
 from toka_async.openai.errors import bad_request
 from toka_async.openai.generation import GenerationParams, completion_generation
-from toka_async.openai.prompts import Prompt, count_parts, parse_prompts
+from toka_async.openai.prompts import Prompt, count_work, parse_prompts
 from toka_async.openai.requests import CompletionRequest
 from toka_async.openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from toka_async.server.engine.token_block import TokenRows
@@ -29,7 +29,7 @@ from toka_async.server.generate.answers import (
     wants_json_logprobs,
     weight_versions,
 )
-from toka_async.server.generate.batching import SLICE, in_slices
+from toka_async.server.generate.batching import MANY_IDS, in_slices
 from toka_async.server.generate.events import ENCODER
 from toka_async.server.generate.logprobs import (
     Lists,
@@ -53,7 +53,7 @@ async def prepare_completion(service: Service, wire: CompletionRequest) -> tuple
     ready = service.engine.check_serving()
     generation = completion_generation(wire, service.limits_of(ready), service.defaults)
     limits = service.limits_of(ready, generation.n)
-    given = await service.in_thread(parse_prompts, wire.prompt, is_long=count_parts(wire.prompt) > SLICE)
+    given = await service.in_thread(parse_prompts, wire.prompt, is_long=count_work(wire.prompt) > MANY_IDS)
     check_size(given, generation, service.config)
     prompts = await service.encode(given, wire.add_special_tokens, "prompt", generation, limits)
     whole = prompts if generation.truncation else given

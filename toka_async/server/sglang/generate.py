@@ -16,10 +16,10 @@ from toka_async.messages import LogprobKind
 from toka_async.openai.answer_size import answer_bytes
 from toka_async.openai.errors import ApiError, bad_request
 from toka_async.openai.generation import Defaults, GenerationParams, RequestLimits, build_generation, count_logprobs
-from toka_async.openai.prompts import Prompt
+from toka_async.openai.prompts import Prompt, count_work
 from toka_async.openai.requests import GenerationFields
 from toka_async.server.access.guard import account_of
-from toka_async.server.generate.batching import SLICE
+from toka_async.server.generate.batching import MANY_IDS
 from toka_async.server.generate.completions import check_counts
 from toka_async.server.generate.events import ENCODER
 from toka_async.server.generate.service import Output, PreparedRequest, Run, Service
@@ -79,7 +79,7 @@ async def prepare_parts(service: Service, wire: SglangRequest) -> tuple[list[Pre
     """
     ready = service.engine.check_serving()
     param = "input_ids" if wire.text is None else "text"
-    given = await service.in_thread(parse_inputs, wire, is_long=wire.text is None and len(wire.input_ids or ()) > SLICE)
+    given = await service.in_thread(parse_inputs, wire, is_long=count_work(wire.input_ids or []) > MANY_IDS)
     parts = divide(wire, len(given))
     if len(parts) > 1 and wire.stream:
         raise bad_request("prompts of a stream must all want the same: give no lists of fields", param="stream")

@@ -22,7 +22,7 @@ from toka_async.openai.responses import Usage
 from toka_async.server.access.guard import account_of
 from toka_async.server.engine.token_block import TokenRows
 from toka_async.server.generate.answers import FINISH, new_header, num_kept, run_usage, weight_versions
-from toka_async.server.generate.batching import SLICE
+from toka_async.server.generate.batching import MANY_IDS
 from toka_async.server.generate.completions import check_counts
 from toka_async.server.generate.events import ENCODER
 from toka_async.server.generate.logprobs import TokenNames, likeliest, numbers, prompt_logprobs, prompt_rows
@@ -64,7 +64,7 @@ async def prepare_tokens(service: Service, wire: TokensRequest) -> tuple[Prepare
     limits = service.limits_of(ready, generation.n)
     check_counts(1, generation.n, service.config, PARAM)
     parse = partial(parse_token_ids, param=PARAM)
-    ids = await service.in_thread(parse, wire.token_ids, is_long=len(wire.token_ids) > SLICE)
+    ids = await service.in_thread(parse, wire.token_ids, is_long=len(wire.token_ids) > MANY_IDS)
     prompts = await service.encode([ids], False, PARAM, generation, limits)
     request_id, created = wire.request_id or secrets.token_hex(16), new_header("", service.name).created
     prepared = await service.prepare(generation, prompts, PARAM, limits, names={request_id: None})
