@@ -1,4 +1,4 @@
-"""CUDA graphs on a CPU: a replay writes into tensors that stay where they are. A capture learns their sizes."""
+"""CUDA graphs on a CPU: a replay writes into tensors that stay, whose sizes a capture finds by computing."""
 
 from __future__ import annotations
 

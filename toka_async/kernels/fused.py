@@ -92,7 +92,7 @@ class FusedOps:
         return normed, added
 
     def sum_squares(self, x: Tensor) -> Tensor:
-        """[t, n] to float32 [t], each row in one order, while torch's order depends on the number of rows."""
+        """[t, n] to float32 [t], each row in one order; torch's order depends on the number of rows."""
         num_rows, size = x.shape
         assert x.stride(1) == 1
         sums = x.new_empty(num_rows, dtype=torch.float32)

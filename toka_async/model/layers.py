@@ -276,7 +276,7 @@ class ProjectionNorm(nn.Module):
         rows = heads.view(len(heads), -1)[:, : sum(sizes)]
         values = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
         parts = torch.split(values, sizes, dim=-1)
-        sums = [self.ops.sum_squares(part) * share for part, share in zip(parts, self.weights_in_means, strict=True)]
+        sums = [self.ops.sum_squares(part) * weight for part, weight in zip(parts, self.weights_in_means, strict=True)]
         factors = torch.rsqrt(self.comm.all_reduce(torch.stack(sums, dim=-1)) + self.eps)  # [t, 2]
         for part, factor in zip(parts, torch.split(factors, 1, dim=-1), strict=True):
             part.mul_(factor)

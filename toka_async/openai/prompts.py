@@ -15,7 +15,7 @@ from toka_async.openai.errors import bad_request
 
 Prompt = str | Int32
 
-LIST_WORK = 32  # token ids that take as long as a list of them does besides
+LIST_WORK = 32  # token ids that take as long to parse as a list does beside its own
 
 
 def parse_prompts(prompt: str | list[Any]) -> list[Prompt]:
@@ -54,7 +54,7 @@ def parse_token_ids(items: Sequence[Any], param: str = "prompt") -> Int32:
 
 
 def count_work(prompt: str | list[Any]) -> int:
-    """Counts what `parse_prompts` does, in token ids or strings that it looks at."""
+    """Estimates the work of `parse_prompts` in token ids; a string counts as one."""
     if isinstance(prompt, str):
         return 1
     if prompt and isinstance(prompt[0], list):

@@ -186,7 +186,7 @@ def _capture_links(step: _Captured, end: DecodeEnd, pool: Any, stream: torch.cud
 
 @contextmanager
 def _hold_collections() -> Iterator[None]:
-    """Collects garbage, and lets Python collect none within: that could free another stream's memory in a capture."""
+    """Collects garbage first. Python collects none within: in a capture, that could free memory of another stream."""
     gc.collect()
     gc.disable()
     try:

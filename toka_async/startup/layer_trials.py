@@ -71,7 +71,9 @@ def list_layer_trials(
     own = [layer.feed for layer in spec.layers if not isinstance(layer.feed, ForeignFeedSpec)]
     inputs = [layer.input for layer in spec.layers if layer.input is not None]
     gated = {kind.num_heads * kind.head_dim for kind in spec.attention_kinds if kind.gated}
-    whole = [kind for kind in spec.attention_kinds if kind.head_norm is not None and kind.head_norm.over != "head"]
+    whole = [
+        kind for kind in spec.attention_kinds if kind.head_norm is not None and kind.head_norm.over == "projection"
+    ]
     normed = {heads * kind.head_dim for kind in whole for heads in (kind.num_heads, kind.num_kv_heads)}
     has_expert_of_all = any(isinstance(feed, ExpertsFeedSpec) and feed.shared for feed in own)
     feeds = {(feed.inner, feed.activation) for feed in own} | {(each.size, each.activation) for each in inputs}

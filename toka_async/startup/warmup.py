@@ -56,7 +56,7 @@ def warm_up(
     with stages.stage("warm-up", "computing steps"):
         on_gpu = runner.decode is not None
         large = list_prompt_loads(runner.ready, num_parts) if on_gpu else []
-        num_decode = _DECODE_STEPS if capture is None else 1  # the others are replayed
+        num_decode = _DECODE_STEPS if capture is None else 1  # graphs replay the further ones below
         loads = list_row_loads(runner.ready, num_parts, num_decode) if on_gpu else list_cpu_loads(runner.ready)
         if runner.ready.async_tp_min_tokens:
             large.append(make_largest_load(runner.ready))
