@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -77,7 +77,12 @@ def compile_ahead(tasks: Sequence[Task], device: torch.device, num_threads: int)
         except Exception as error:
             logger.debug("a kernel was not compiled ahead: %s", error)
 
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="compiler") as pool:
+    apart: AbstractContextManager[None] = nullcontext()
+    if device.type == "cuda":
+        from toka_async.kernels.launches.launchers import keep_launchers_apart
+
+        apart = keep_launchers_apart()
+    with apart, ThreadPoolExecutor(num_threads, thread_name_prefix="compiler") as pool:
         for task in tasks:
             pool.submit(run, task)
         yield
