@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from re import _constants as ops  # there is no public module
-from re import _parser as parser
+from importlib import import_module
 from typing import Any
 
+# There is no public module, and type checkers know these in some versions only.
+ops: Any = import_module("re._constants")
+parser: Any = import_module("re._parser")
 CATEGORIES = {
     ops.CATEGORY_DIGIT: r"\d",
     ops.CATEGORY_NOT_DIGIT: r"\D",
