@@ -1,4 +1,4 @@
-"""A start takes no more of the GPU than it may, and the largest step fits beside the cache and the graphs."""
+"""A start takes no more of the GPU than it may, the largest step fits beside cache and graphs, and sleep frees memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import torch
 from tests.drivers.gpu_models import make_model
 from toka_async.checkpoint.spec import read_spec
 from toka_async.config import CacheConfig, Config, GraphsConfig, ModelConfig, ScheduleConfig, TuningConfig
+from toka_async.memory.virtual import CudaDriver, VirtualMemory, view_memory
 from toka_async.startup.cache_size import count_graph_bytes
 from toka_async.startup.runner_factory import RunnerFactory
 from toka_async.startup.warmup import make_largest_load
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
+MIB = 1 << 20
 TOKENS = 1024
-SLACK = 64 << 20  # bytes: blocks of the allocator that are partly used, the library's workspace on another stream
+SLACK = 64 * MIB  # bytes: blocks of the allocator that are partly used, the library's workspace on another stream
 
 
 def make_factory(folder: Path, cache: CacheConfig, max_rows: int) -> RunnerFactory:
@@ -64,3 +66,20 @@ def test_the_largest_step_fits_beside_the_cache_and_the_graphs(tmp_path: Path) -
         torch.cuda.synchronize()
     free, _ = torch.cuda.mem_get_info()
     assert total - free <= fraction * total
+
+
+def test_memory_is_free_for_others_and_comes_back_at_its_addresses() -> None:
+    """Needs the GPU to itself, as well."""
+    device = torch.device("cuda:0")
+    memory = VirtualMemory(3000 * MIB, CudaDriver(device))
+    view = view_memory(memory, device)
+    assert view.data_ptr() == memory.address
+    view.fill_(7)
+    torch.cuda.synchronize()
+    before = torch.cuda.mem_get_info(device)[0]
+    memory.release()
+    assert torch.cuda.mem_get_info(device)[0] - before >= 2900 * MIB
+    memory.restore()
+    view.fill_(9)
+    assert int(view[:: 64 * MIB].sum()) == 9 * len(view[:: 64 * MIB])
+    memory.release()

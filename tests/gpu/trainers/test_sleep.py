@@ -10,26 +10,8 @@ import torch
 from tests.cases.models import heads, make_checkpoint
 from tests.drivers.weight_updates import Trainer, read_checkpoint
 from toka_async.control import Pause, Resume, Sleep, Wake
-from toka_async.memory.virtual import CudaDriver, VirtualMemory, view_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-MIB = 1 << 20
-
-
-def test_memory_is_free_for_others_and_comes_back_at_its_addresses() -> None:
-    device = torch.device("cuda:0")
-    memory = VirtualMemory(3000 * MIB, CudaDriver(device))
-    view = view_memory(memory, device)
-    assert view.data_ptr() == memory.address
-    view.fill_(7)
-    torch.cuda.synchronize()
-    before = torch.cuda.mem_get_info(device)[0]
-    memory.release()
-    assert torch.cuda.mem_get_info(device)[0] - before >= 2900 * MIB
-    memory.restore()
-    view.fill_(9)
-    assert int(view[:: 64 * MIB].sum()) == 9 * len(view[:: 64 * MIB])
-    memory.release()
 
 
 def test_graphs_are_valid_after_sleep_and_updates(tmp_path: Path) -> None:
