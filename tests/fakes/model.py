@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -136,6 +137,9 @@ class FakeModel:
 
     def finish(self, attended: Tensor, residual: Tensor, wanted: Tensor | None = None) -> Tensor:  # noqa: ARG002
         return attended if wanted is None else attended[wanted]
+
+    def rehearse(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def logits(self, hidden: Tensor) -> Tensor:
         return _logits(hidden, self.vocab_size)

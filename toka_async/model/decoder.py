@@ -12,7 +12,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Protocol, cast
 
 import torch
@@ -75,6 +77,8 @@ class RankModel(Protocol):
     def begin(self, inputs: Tensor, positions: Tensor, attention: AttentionBackend) -> tuple[Tensor, Tensor]: ...
 
     def finish(self, attended: Tensor, residual: Tensor, wanted: Tensor | None = None) -> Tensor: ...
+
+    def rehearse(self) -> AbstractContextManager[None]: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -146,6 +150,8 @@ class Decoder(nn.Module):
             Layer(spec, number, index, ropes.index(turn), comm, ops)
             for number, (index, turn) in enumerate(zip(indices, turns, strict=True), part.first)
         )
+        self._alike = list(zip(spec.layers[part.first : part.last], turns, strict=True))
+        self._before_last: Sequence[int] = range(part.size - 1)  # layers that steps compute, beside the last
         self.norm = build_norm(spec, ops) if part.is_last else None
         self.head: VocabularyMatrix | None = None
         if part.is_last:
@@ -176,12 +182,11 @@ class Decoder(nn.Module):
         rotations = self.rotate(positions, first.dtype)
         hidden: Tensor | None = first
         residual: Tensor | None = None
-        *layers, last = self.list_layers()
-        for number, layer in enumerate(layers, self.part.first):
-            hidden, residual = layer(
-                hidden, residual, rotations, attention, layout, self._take_input(of_layers, number)
-            )
-        attended, residual = last.attend(hidden, residual, rotations, attention, layout)
+        layers = self.list_layers()
+        for index in self._before_last:
+            own = self._take_input(of_layers, self.part.first + index)
+            hidden, residual = layers[index](hidden, residual, rotations, attention, layout, own)
+        attended, residual = layers[-1].attend(hidden, residual, rotations, attention, layout)
         if of_layers is None:
             return attended, residual
         passed = self._take_input(of_layers, self.part.last - 1) if self.part.is_last else of_layers
@@ -206,6 +211,32 @@ class Decoder(nn.Module):
             return layout.trim(layout.gather(passed), num_tokens)
         normed: Tensor = self.norm(hidden, residual)[0]
         return layout.trim(layout.gather(normed), num_tokens) if wanted is None else normed
+
+    @contextmanager
+    def rehearse(self) -> Iterator[None]:
+        """Within, steps compute one of all layers that launch the same kernels. What they return means nothing.
+
+        The first and the last layer are always computed: one has no residual yet, the other computes wanted tokens.
+        """
+        kinds: list[object] = []
+        indices = []
+        for index in self._before_last:
+            kind = self._describe_kind(index)
+            if index == 0 or kind not in kinds:
+                indices.append(index)
+            if index > 0:
+                kinds.append(kind)
+        usual, self._before_last = self._before_last, indices
+        try:
+            yield
+        finally:
+            self._before_last = usual
+
+    def _describe_kind(self, index: int) -> object:
+        """Describes on what the kernels of a layer depend: its specification, and how its weights are stored."""
+        layer = self.list_layers()[index]
+        values = chain(layer.named_parameters(), layer.named_buffers())
+        return self._alike[index], [(name, value.shape, value.dtype) for name, value in values]
 
     def _enter(self, inputs: Tensor, layout: ActivationLayout) -> tuple[Tensor, Tensor | None]:
         """Returns the first residual [u, hidden], and the inputs of all layers [u, n], if they have some."""

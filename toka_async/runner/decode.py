@@ -71,7 +71,7 @@ class DecodePass:
         if self.sampler is not None:
             full = (self._draw_full,) if self.sampler.is_shared else (self._compute_logits, self._draw_edited)
             ends = {Route.PLAIN: (self._draw,), Route.FULL: full, Route.TORCH: (self._keep_hidden,)}
-        graphs = DecodeGraphs(self._decode, ends, self._attention, sizes, grouped)
+        graphs = DecodeGraphs(self._decode, ends, self._attention, sizes, grouped, self._model.rehearse)
         with torch.inference_mode():
             yield from graphs.capture()
         self.graphs = graphs

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import chain
@@ -82,13 +82,16 @@ class DecodeGraphs:
         attention: CapturedAttention,
         sizes: Sequence[int],
         grouped: bool,
+        rehearse: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        """rehearse: within it `decode` launches every kernel at least once, and need compute nothing of use."""
         self._attention = attention
         self._sizes = sorted(sizes)
         self._graphs: dict[tuple[int, bool], _CapturedStep] = {}
         self._dropped: list[_CapturedStep] = []
         self._decode = decode
         self._ends = ends
+        self._rehearse = rehearse
         self._kinds = (False, True) if grouped else (False,)
 
     def capture(self) -> Iterator[tuple[int, int]]:
@@ -99,7 +102,7 @@ class DecodeGraphs:
         with _hold_collections():
             for number, (size, grouped) in enumerate(todo, 1):
                 stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):
+                with torch.cuda.stream(stream), self._rehearse():
                     # What happens once (kernels, libraries' handles) is not captured.
                     outputs = self._decode(size, grouped)
                     for end in self._ends.values():

@@ -6,6 +6,7 @@ device in one go. Knows no model and no sampling.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +31,8 @@ class StepModel(Protocol):
     def begin(self, inputs: Tensor, positions: Tensor, attention: AttentionBackend) -> tuple[Tensor, Tensor]: ...
 
     def finish(self, attended: Tensor, residual: Tensor, wanted: Tensor | None = None) -> Tensor: ...
+
+    def rehearse(self) -> AbstractContextManager[None]: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import msgspec
@@ -53,8 +54,8 @@ def warm_up(
     runner: Runner, stages: StartupProgress, num_parts: int = 1, capture: Callable[[], None] | None = None
 ) -> None:
     """Computes steps of all kinds. num_parts: micro-batches of a step. capture: captures decoding steps, if any are."""
-    with stages.stage("warm-up", "computing steps"):
-        on_gpu = runner.decode is not None
+    on_gpu = runner.decode is not None
+    with stages.stage("warm-up", "computing steps"), runner.model.rehearse() if on_gpu else nullcontext():
         large = list_prompt_loads(runner.ready, num_parts) if on_gpu else []
         num_decode = _DECODE_STEPS if capture is None else 1  # graphs replay the further ones below
         loads = list_row_loads(runner.ready, num_parts, num_decode) if on_gpu else list_cpu_loads(runner.ready)

@@ -7,6 +7,7 @@ layers are opaque, so a step's last layer is computed for all of its tokens, not
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -128,6 +129,10 @@ class ForeignDecoder(nn.Module):
 
     def finish(self, attended: Tensor, residual: Tensor, wanted: Tensor | None = None) -> Tensor:  # noqa: ARG002
         return attended if wanted is None else attended.index_select(0, wanted)
+
+    def rehearse(self) -> AbstractContextManager[None]:
+        """See `Decoder.rehearse`. Computes all layers: which launch the same kernels is not known."""
+        return nullcontext()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[s, hidden] to [s, vocab]; the last stage only. What the model does to its head's scores, its code does."""

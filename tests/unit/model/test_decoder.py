@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from tests.drivers.thread_ranks import run_ranks
 from tests.fakes.mean_attention import TOKENS, in_shards, load, run
 from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
 from toka_async.model.comm import Comm, LocalComm
+from toka_async.model.decoder import Decoder
 from toka_async.model.layers import VocabularyMatrix
 from toka_async.model.matrices.ops import TorchOps
 
@@ -61,6 +66,52 @@ def test_ranks_divide_experts(tmp_path: Path, family: str, size: int, ep: int, m
 
     for logits in run_ranks(size, run_rank):
         torch.testing.assert_close(logits, alone, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "computed"),
+    [
+        ("llama", {}, [0, 1, 7]),
+        ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"] * 4}, [0, 1, 2, 7]),
+        ("qwen3_moe", {"mlp_only_layers": [0, 3]}, [0, 1, 3, 7]),
+    ],
+    ids=str,
+)
+def test_a_rehearsal_computes_each_kind_of_layer(
+    tmp_path: Path, family: str, fields: dict[str, Any], computed: list[int]
+) -> None:
+    sizes = {"num_hidden_layers": 8, "num_key_value_heads": 1}
+    decoder = load(make_checkpoint(tmp_path, family, **sizes, **fields), LocalComm())
+    calls = note_layers(decoder)
+    usual = run(decoder)
+    assert calls == [*range(8)]
+    with decoder.rehearse():
+        calls.clear()
+        assert run(decoder).shape == usual.shape
+    assert calls == computed
+    assert torch.equal(run(decoder), usual)
+
+
+def test_a_rehearsal_computes_layers_of_another_type(tmp_path: Path) -> None:
+    decoder = load(make_checkpoint(tmp_path, "llama", num_hidden_layers=6, num_key_value_heads=1), LocalComm())
+    decoder.list_layers()[3].to(torch.float32)
+    calls = note_layers(decoder)
+    with decoder.rehearse(), suppress(RuntimeError):  # of products of two types
+        run(decoder)
+    assert calls == [0, 1, 3]
+
+
+def note_layers(decoder: Decoder) -> list[int]:
+    """Returns a list that the numbers of layers are added to as they are computed."""
+    numbers: list[int] = []
+
+    def note(number: int, attend: Callable[..., Any], *args: Any) -> Any:
+        numbers.append(number)
+        return attend(*args)
+
+    for number, layer in enumerate(decoder.list_layers()):
+        layer.attend = partial(note, number, layer.attend)  # type: ignore[method-assign]
+    return numbers
 
 
 def test_alone_nothing_is_exchanged() -> None:

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.drivers.step_checker import StepChecker
 from tests.fakes.graphs import FakeGraphs
@@ -204,6 +206,37 @@ def test_large_steps_are_not_computed_again_around_graphs(
     assert max(before) == 15
     assert 0 < max(after) < 15
     assert fake_graphs.num_replays() > 1
+
+
+def test_steps_are_rehearsed_until_they_are_captured(fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_with_kernels(ODD[-1])
+    begin, rehearsing, rehearsed = runner.model.begin, [False], list[bool]()
+
+    @contextmanager
+    def rehearse() -> Iterator[None]:
+        rehearsing[0] = True
+        yield
+        rehearsing[0] = False
+
+    def note(*args: Any) -> tuple[Tensor, Tensor]:
+        rehearsed.append(rehearsing[0])
+        return begin(*args)
+
+    def capture() -> None:
+        assert rehearsed
+        assert all(rehearsed)
+        rehearsed.clear()
+        assert runner.decode is not None
+        list(runner.decode.capture([1], grouped=False))
+        assert rehearsed == [True, False]
+        rehearsed.clear()
+
+    monkeypatch.setattr(runner.model, "rehearse", rehearse)
+    monkeypatch.setattr(runner.model, "begin", note)
+    warm_up(runner, StartupProgress(io.StringIO(), shown=False), capture=capture)
+    assert rehearsed
+    assert not any(rehearsed)
+    assert fake_graphs.num_replays()
 
 
 @pytest.mark.usefixtures("plain_kernels")
