@@ -1,4 +1,4 @@
-"""A start takes no more of the GPU than it may, the largest step fits beside cache and graphs, and sleep frees memory."""
+"""A start takes no more of the GPU than it may; its largest step fits beside cache and graphs; sleep frees memory."""
 
 from __future__ import annotations
 
