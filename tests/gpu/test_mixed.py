@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.drivers.core import Sample
-from tests.drivers.gpu_models import SHAPES, VOCAB, WatchedEngine, make_model
+from tests.drivers.gpu_models import ROUTED, SHAPES, VOCAB, WatchedEngine, make_model
 from toka_async.messages import TokenSampling
 from toka_async.runner.mixed import list_mixed_sizes
 
@@ -22,6 +22,7 @@ CUDA = torch.device("cuda")
 MOST_TOKENS = 512
 SAMPLED = TokenSampling(temperature=0.7, num_logprobs=0)
 EXACT = 1e-3  # of log-probs, in float32
+REROUTED = 2  # samples: of 110,420 routes of a model here, 0 to 2 are nearer to another than 3e-6 of a logit
 
 
 def make_prompts(lengths: list[int], num_shared: int = 0) -> list[list[int]]:
@@ -35,18 +36,21 @@ def run(engine: WatchedEngine, prompts: list[list[int]], max_tokens: int) -> lis
     return [sample for each in received for sample in each.samples]
 
 
-def compare(samples: list[Sample], others: list[Sample]) -> None:
-    """A draw between two tokens that are equally likely may differ, after which the samples do."""
-    num_different, worst = 0, 0.0
+def compare(samples: list[Sample], others: list[Sample], num_rerouted: int = 0) -> None:
+    """A draw between two tokens that are equally likely may differ, after which the samples do.
+
+    num_rerouted: samples of which a token may go to another expert, because the two are equally likely.
+    """
+    num_different, worst = 0, []
     for sample, other in zip(samples, others, strict=True):
         pairs = zip(sample.token_ids, other.token_ids, strict=True)
         same = next((place for place, (a, b) in enumerate(pairs) if a != b), len(sample.token_ids))
         num_different += same < len(sample.token_ids)
         gaps = np.subtract(sample.logprobs[:same], other.logprobs[:same])
-        worst = max(worst, float(np.abs(gaps).max(initial=0)))
-    print(f"\n{len(samples)} samples, {num_different} not the same, largest gap of log-probs {worst:.1e}", end="")
-    assert num_different <= max(1, 0.01 * len(samples))
-    assert worst < EXACT
+        worst.append(float(np.abs(gaps).max(initial=0)))
+    print(f"\n{len(samples)} samples, {num_different} not the same, largest gap of log-probs {max(worst):.1e}", end="")
+    assert num_different <= max(1, 0.01 * len(samples)) + num_rerouted
+    assert sum(gap >= EXACT for gap in worst) <= num_rerouted, sorted(worst)
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -58,7 +62,7 @@ def test_tokens_are_the_same_without_graphs(tmp_path: Path, shape: str, grouped:
     prompts = make_prompts(lengths, num_shared=200 if grouped else 0)
     engines = [WatchedEngine(folder, "float32", grouped=grouped, graphs=graphs) for graphs in (True, False)]
     samples, others = (run(engine, prompts, 40) for engine in engines)
-    compare(samples, others)
+    compare(samples, others, num_rerouted=REROUTED if shape in ROUTED else 0)
     with_graphs, without = (engine.watch for engine in engines)
     assert with_graphs.num_mixed > 10
     assert with_graphs.num_mixed >= with_graphs.num_chunked
