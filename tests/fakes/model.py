@@ -6,8 +6,8 @@ So any slip in page tables, positions, copies or order changes what is sampled.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -103,11 +103,13 @@ class FakeAttention:
 
 
 class FakeModel:
-    """Reads a row's tokens through its page table, as attention would."""
+    """Reads a row's tokens through its page table, as attention would. rehearsed: of each step, whether it was."""
 
     def __init__(self, vocab_size: int, cache: FakeCache) -> None:
         self.vocab_size = vocab_size
         self.cache = cache
+        self.rehearsed: list[bool] = []
+        self._rehearses = False
 
     def forward(
         self, inputs: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None
@@ -117,6 +119,7 @@ class FakeModel:
     def begin(self, inputs: Tensor, positions: Tensor, attention: AttentionBackend) -> tuple[Tensor, Tensor]:
         """Returns a hash for each token, 0 for padding, and the tokens."""
         assert isinstance(attention, FakeAttention)
+        self.rehearsed.append(self._rehearses)
         batch = attention.batch
         self.cache.tokens.reshape(-1)[batch.write_indices.numpy()] = inputs.numpy()
         hashes: list[int] = []
@@ -138,8 +141,11 @@ class FakeModel:
     def finish(self, attended: Tensor, residual: Tensor, wanted: Tensor | None = None) -> Tensor:  # noqa: ARG002
         return attended if wanted is None else attended[wanted]
 
-    def rehearse(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def rehearse(self) -> Iterator[None]:
+        self._rehearses = True
+        yield
+        self._rehearses = False
 
     def logits(self, hidden: Tensor) -> Tensor:
         return _logits(hidden, self.vocab_size)

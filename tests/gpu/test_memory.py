@@ -69,7 +69,7 @@ def test_the_largest_step_fits_beside_the_cache_and_the_graphs(tmp_path: Path) -
 
 
 def test_memory_is_free_for_others_and_comes_back_at_its_addresses() -> None:
-    """Needs the GPU to itself, as well."""
+    """Needs the GPU to itself."""
     device = torch.device("cuda:0")
     memory = VirtualMemory(3000 * MIB, CudaDriver(device))
     view = view_memory(memory, device)

@@ -22,7 +22,9 @@ CUDA = torch.device("cuda")
 MOST_TOKENS = 512
 SAMPLED = TokenSampling(temperature=0.7, num_logprobs=0)
 EXACT = 1e-3  # of log-probs, in float32
-REROUTED = 2  # samples: of 110,420 routes of a model here, 0 to 2 are nearer to another than 3e-6 of a logit
+# Samples that may differ: of 110,420 routes of each model, up to 2 are a choice between experts whose logits differ by
+# less than 3e-6.
+REROUTED = 2
 
 
 def make_prompts(lengths: list[int], num_shared: int = 0) -> list[list[int]]:

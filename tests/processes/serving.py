@@ -77,6 +77,9 @@ class Serving(Asking):
             )
         assert self.process.stdout is not None
         self.line = self.process.stdout.readline().decode()
+        if not self.line:
+            with self.process:  # waits, and closes the pipe: a warning of either would fail the next test
+                self.process.terminate()
         assert self.line, f"it did not start: {self.said()}"
         super().__init__(self.line.split()[-1])
         self.children = list_children(self.process.pid)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Protocol, cast
 
 import torch
@@ -151,7 +151,7 @@ class Decoder(nn.Module):
             for number, (index, turn) in enumerate(zip(indices, turns, strict=True), part.first)
         )
         self._alike = list(zip(spec.layers[part.first : part.last], turns, strict=True))
-        self._before_last: Sequence[int] = range(part.size - 1)  # layers that steps compute, beside the last
+        self._before_last: Sequence[int] = range(part.size - 1)  # indices of the layers that steps compute
         self.norm = build_norm(spec, ops) if part.is_last else None
         self.head: VocabularyMatrix | None = None
         if part.is_last:
@@ -214,26 +214,26 @@ class Decoder(nn.Module):
 
     @contextmanager
     def rehearse(self) -> Iterator[None]:
-        """Within, steps compute one of all layers that launch the same kernels. What they return means nothing.
+        """Within, steps compute few layers, which launch all kernels that the others do. Their results mean nothing.
 
-        The first and the last layer are always computed: one has no residual yet, the other computes wanted tokens.
+        Each kind of layer is computed after each kind that it follows: its first kernels depend on what that returns.
+        The first layer, which has no residual yet, and the last, which computes wanted tokens, are among them.
         """
-        kinds: list[object] = []
-        indices = []
-        for index in self._before_last:
-            kind = self._describe_kind(index)
-            if index == 0 or kind not in kinds:
-                indices.append(index)
-            if index > 0:
-                kinds.append(kind)
-        usual, self._before_last = self._before_last, indices
+        kinds = [self._describe_kind(index) for index in range(self.part.size)]
+        pairs: list[object] = []
+        indices = set[int]()
+        for index, pair in enumerate(pairwise(kinds)):
+            if pair not in pairs:
+                pairs.append(pair)
+                indices |= {index, index + 1}
+        usual, self._before_last = self._before_last, sorted(indices - {self.part.size - 1})
         try:
             yield
         finally:
             self._before_last = usual
 
     def _describe_kind(self, index: int) -> object:
-        """Describes on what the kernels of a layer depend: its specification, and how its weights are stored."""
+        """Describes what a layer's kernels depend on: its specification, and how its weights are stored."""
         layer = self.list_layers()[index]
         values = chain(layer.named_parameters(), layer.named_buffers())
         return self._alike[index], [(name, value.shape, value.dtype) for name, value in values]

@@ -84,7 +84,7 @@ class DecodeGraphs:
         grouped: bool,
         rehearse: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """rehearse: within it `decode` launches every kernel at least once, and need compute nothing of use."""
+        """rehearse: within it, `decode` launches every kernel of a step at least once, and its results are not used."""
         self._attention = attention
         self._sizes = sorted(sizes)
         self._graphs: dict[tuple[int, bool], _CapturedStep] = {}

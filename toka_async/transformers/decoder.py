@@ -131,7 +131,7 @@ class ForeignDecoder(nn.Module):
         return attended if wanted is None else attended.index_select(0, wanted)
 
     def rehearse(self) -> AbstractContextManager[None]:
-        """See `Decoder.rehearse`. Computes all layers: which launch the same kernels is not known."""
+        """See `Decoder.rehearse`. Computes all layers, as it is not known which of them launch the same kernels."""
         return nullcontext()
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,7 +72,7 @@ def test_ranks_divide_experts(tmp_path: Path, family: str, size: int, ep: int, m
     [
         ("llama", {}, [0, 1, 7]),
         ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"] * 4}, [0, 1, 2, 7]),
-        ("qwen3_moe", {"mlp_only_layers": [0, 3]}, [0, 1, 3, 7]),
+        ("qwen3_moe", {"mlp_only_layers": [0, 3]}, [0, 1, 2, 3, 7]),
     ],
     ids=str,
 )
@@ -96,9 +95,13 @@ def test_a_rehearsal_computes_layers_of_another_type(tmp_path: Path) -> None:
     decoder = load(make_checkpoint(tmp_path, "llama", num_hidden_layers=6, num_key_value_heads=1), LocalComm())
     decoder.list_layers()[3].to(torch.float32)
     calls = note_layers(decoder)
-    with decoder.rehearse(), suppress(RuntimeError):  # of products of two types
+    with pytest.raises(RuntimeError, match="dtype"), decoder.rehearse():  # of products of two types
         run(decoder)
-    assert calls == [0, 1, 3]
+    assert calls == [0, 1, 2, 3]
+    decoder.list_layers()[3].to(torch.float64)
+    calls.clear()
+    run(decoder)
+    assert calls == [*range(6)], "a step that fails ends the rehearsal"
 
 
 def note_layers(decoder: Decoder) -> list[int]:

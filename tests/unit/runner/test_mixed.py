@@ -59,6 +59,15 @@ def test_sizes_leave_little_padding(most: int) -> None:
     assert len(sizes) <= 36
 
 
+@pytest.mark.usefixtures("fake_graphs")
+def test_what_comes_before_a_capture_is_rehearsed() -> None:
+    driver = Driver(4, use_kernels=True)
+    (stage,) = driver.stages
+    assert isinstance(stage.model, FakeModel)
+    capture(driver, [4, 8])
+    assert stage.model.rehearsed == [True, False] * 2
+
+
 def test_chunks_beside_decoding_rows_are_replayed(fake_graphs: FakeGraphs) -> None:
     driver = Driver(4, use_kernels=True)
     capture(driver, [4, 8, 16])

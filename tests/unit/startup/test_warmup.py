@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from tests.drivers.step_checker import StepChecker
 from tests.fakes.graphs import FakeGraphs
@@ -208,19 +206,10 @@ def test_large_steps_are_not_computed_again_around_graphs(
     assert fake_graphs.num_replays() > 1
 
 
-def test_steps_are_rehearsed_until_they_are_captured(fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_rehearsed_until_they_are_captured(fake_graphs: FakeGraphs) -> None:
     runner = runner_with_kernels(ODD[-1])
-    begin, rehearsing, rehearsed = runner.model.begin, [False], list[bool]()
-
-    @contextmanager
-    def rehearse() -> Iterator[None]:
-        rehearsing[0] = True
-        yield
-        rehearsing[0] = False
-
-    def note(*args: Any) -> tuple[Tensor, Tensor]:
-        rehearsed.append(rehearsing[0])
-        return begin(*args)
+    assert isinstance(runner.model, FakeModel)
+    rehearsed = runner.model.rehearsed
 
     def capture() -> None:
         assert rehearsed
@@ -231,8 +220,6 @@ def test_steps_are_rehearsed_until_they_are_captured(fake_graphs: FakeGraphs, mo
         assert rehearsed == [True, False]
         rehearsed.clear()
 
-    monkeypatch.setattr(runner.model, "rehearse", rehearse)
-    monkeypatch.setattr(runner.model, "begin", note)
     warm_up(runner, StartupProgress(io.StringIO(), shown=False), capture=capture)
     assert rehearsed
     assert not any(rehearsed)

@@ -1,9 +1,9 @@
 """Lets several threads load the launchers of Triton's kernels.
 
 Triton 3.6 compiles a launcher for each signature, and loads it as a module from a file of its own, but under one name
-for all. Where a file was loaded before, CPython changes the module that has the name now and returns it
-(`import_find_extension`). So a thread that reads `launch` may get what another thread has loaded since, and the kernel
-is launched with the arguments of another from then on. Later versions have one launcher for all kernels.
+for all. When a file is loaded again, CPython writes its functions into whichever module has that name now, and returns
+that module (`import_find_extension`). So a thread that reads `launch` may get what another thread has loaded since, and
+the kernel is launched by the launcher of another from then on. Later versions have one launcher for all kernels.
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+pytest.importorskip("triton")
+
 from triton import knobs
 from triton.runtime import build
 
