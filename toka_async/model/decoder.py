@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, pairwise
 from typing import Protocol, cast
 
@@ -219,6 +219,15 @@ class Decoder(nn.Module):
         Each kind of layer is computed after each kind that it follows: its first kernels depend on what that returns.
         The first layer, which has no residual yet, and the last, which computes wanted tokens, are among them.
         """
+        usual, self._before_last = self._before_last, self._few
+        try:
+            yield
+        finally:
+            self._before_last = usual
+
+    @cached_property
+    def _few(self) -> list[int]:
+        """The layers before the last that a rehearsal computes. Weights must be in the form in which they stay."""
         kinds = [self._describe_kind(index) for index in range(self.part.size)]
         pairs: list[object] = []
         indices = set[int]()
@@ -226,11 +235,7 @@ class Decoder(nn.Module):
             if pair not in pairs:
                 pairs.append(pair)
                 indices |= {index, index + 1}
-        usual, self._before_last = self._before_last, sorted(indices - {self.part.size - 1})
-        try:
-            yield
-        finally:
-            self._before_last = usual
+        return sorted(indices - {self.part.size - 1})
 
     def _describe_kind(self, index: int) -> object:
         """Describes what a layer's kernels depend on: its specification, and how its weights are stored."""
