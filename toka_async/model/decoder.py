@@ -150,7 +150,7 @@ class Decoder(nn.Module):
             Layer(spec, number, index, ropes.index(turn), comm, ops)
             for number, (index, turn) in enumerate(zip(indices, turns, strict=True), part.first)
         )
-        self._alike = list(zip(spec.layers[part.first : part.last], turns, strict=True))
+        self._specs_and_turns = list(zip(spec.layers[part.first : part.last], turns, strict=True))
         self._before_last: Sequence[int] = range(part.size - 1)  # indices of the layers that steps compute
         self.norm = build_norm(spec, ops) if part.is_last else None
         self.head: VocabularyMatrix | None = None
@@ -219,15 +219,15 @@ class Decoder(nn.Module):
         Each kind of layer is computed after each kind that it follows: its first kernels depend on what that returns.
         The first layer, which has no residual yet, and the last, which computes wanted tokens, are among them.
         """
-        usual, self._before_last = self._before_last, self._few
+        usual, self._before_last = self._before_last, self._rehearsed
         try:
             yield
         finally:
             self._before_last = usual
 
     @cached_property
-    def _few(self) -> list[int]:
-        """The layers before the last that a rehearsal computes. Weights must be in the form in which they stay."""
+    def _rehearsed(self) -> list[int]:
+        """Indices of the layers before the last that a rehearsal computes. Weights must be in their final form."""
         kinds = [self._describe_kind(index) for index in range(self.part.size)]
         pairs: list[object] = []
         indices = set[int]()
@@ -241,7 +241,7 @@ class Decoder(nn.Module):
         """Describes what a layer's kernels depend on: its specification, and how its weights are stored."""
         layer = self.list_layers()[index]
         values = chain(layer.named_parameters(), layer.named_buffers())
-        return self._alike[index], [(name, value.shape, value.dtype) for name, value in values]
+        return self._specs_and_turns[index], [(name, value.shape, value.dtype) for name, value in values]
 
     def _enter(self, inputs: Tensor, layout: ActivationLayout) -> tuple[Tensor, Tensor | None]:
         """Returns the first residual [u, hidden], and the inputs of all layers [u, n], if they have some."""

@@ -1,7 +1,8 @@
 """Computes first steps, so that no request pays for what happens once: thread pools, kernels, captured graphs.
 
 Every kind of step is computed: one row and all rows, one token and many, with and without shared prefixes, all ways to
-sample. Afterwards nothing is compiled any more, and the runner has no rows.
+sample. On a GPU, where this loads kernels, of layers that launch the same ones few are computed. Afterwards nothing is
+compiled any more, and the runner has no rows.
 """
 
 from __future__ import annotations
