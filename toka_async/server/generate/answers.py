@@ -24,7 +24,7 @@ from toka_async.openai.responses import (
     Usage,
     WeightSpan,
 )
-from toka_async.server.engine.token_block import TokenRows
+from toka_async.server.engine.token_block import Score, TokenRows
 from toka_async.server.engine.weight_versions import list_spans
 from toka_async.server.generate.logprobs import pack_prompt, pack_tokens, packed_logprobs, prompt_rows
 from toka_async.server.generate.sample_text import Piece
@@ -59,6 +59,15 @@ class Answer(WholeAnswer, Protocol):
         self, run: Run, prompt: int, sample: int, piece: Piece, reason: Reason, stop: str | int | None
     ) -> Sequence[msgspec.Struct]:
         """New text of a sample; no chunk while nothing can be said of it."""
+        ...
+
+    def chunk_logprobs(
+        self, run: Run, prompt: int, token_ids: list[int], scores: list[Score], offsets: list[int]
+    ) -> msgspec.Struct | None:
+        """What a chunk says of new tokens beside their text, where that is their log-probs alone; otherwise None.
+
+        offsets: where each token begins in the text of the sample.
+        """
         ...
 
     def with_prompt(self, chunk: Any, run: Run, prompt: int) -> msgspec.Struct:

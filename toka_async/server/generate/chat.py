@@ -37,7 +37,7 @@ from toka_async.openai.responses import (
 )
 from toka_async.openai.structured import NO_GRAMMAR, OutputGrammar, make_output_grammar
 from toka_async.openai.tools import ToolUse, parse_tool_use
-from toka_async.server.engine.token_block import TokenRows
+from toka_async.server.engine.token_block import Score, TokenRows
 from toka_async.server.generate.answers import (
     FINISH,
     AnswerHeader,
@@ -355,10 +355,16 @@ class ChatAnswer:
         return None if run.generation.include_usage else UNSET
 
     def logprobs(self, run: Run, rows: TokenRows) -> ChatLogprobs | None:
+        return self.chunk_logprobs(run, 0, rows.token_ids.tolist(), rows.list_scores(), [])
+
+    def chunk_logprobs(
+        self, run: Run, prompt: int, token_ids: list[int], scores: list[Score], offsets: list[int]
+    ) -> ChatLogprobs | None:
+        del prompt, offsets  # a chat has one prompt, and its log-probs have no places in the text
         if not wants_json_logprobs(run.generation):
             return None
-        names = self.service.token_names[run.generation.name_token_ids]
-        return chat_logprobs(names, rows, run.generation.sampling.num_logprobs)
+        names = self.service.chat_names[run.generation.name_token_ids]
+        return chat_logprobs(names, token_ids, scores, run.generation.sampling.num_logprobs)
 
     def prompt_logprobs(self, run: Run) -> PromptLogprobs | UnsetType | None:
         num_top = run.generation.num_prompt_logprobs

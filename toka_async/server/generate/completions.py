@@ -16,7 +16,7 @@ from toka_async.openai.generation import GenerationParams, completion_generation
 from toka_async.openai.prompts import Prompt, count_work, parse_prompts
 from toka_async.openai.requests import CompletionRequest
 from toka_async.openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
-from toka_async.server.engine.token_block import TokenRows
+from toka_async.server.engine.token_block import Score, TokenRows
 from toka_async.server.generate.answers import (
     FINISH,
     AnswerHeader,
@@ -148,8 +148,8 @@ class CompletionAnswer:
         lengths = self.service.token_lengths[run.generation.skip_special_tokens]
         logprobs: list[Raw] = []
         for each in (output.rows for output in samples):
-            offsets = sample_offsets(lengths, each.token_ids.tolist(), len(text))
-            own = self.logprobs(run, each, offsets)
+            ids = each.token_ids.tolist()
+            own = self.logprobs(run, ids, each.list_scores(), sample_offsets(lengths, ids, len(text)))
             # As JSON at once: what the JSON of all samples is made of would take several times its memory.
             logprobs.append(Raw(ENCODER.encode(own)) if of_echo is None else concatenated(of_echo, own))
         return logprobs
@@ -169,21 +169,27 @@ class CompletionAnswer:
     def chunks(
         self, run: Run, prompt: int, sample: int, piece: Piece, reason: Reason, stop: str | int | None
     ) -> list[Completion]:
-        logprobs = None
-        if wants_json_logprobs(run.generation):
-            start = len(self.echoed[prompt]) if run.generation.echo else 0
-            logprobs = self.logprobs(run, piece.rows, [start + offset for offset in piece.offsets])
+        token_ids, scores = piece.rows.token_ids.tolist(), piece.rows.list_scores()
         choice = CompletionChoice(
             index=prompt * run.generation.n + sample,
             text=piece.text,
-            logprobs=logprobs,
+            logprobs=self.chunk_logprobs(run, prompt, token_ids, scores, piece.offsets),
             finish_reason=FINISH[reason],
             stop_reason=stop,
-            token_ids=piece.rows.token_ids.tolist() if run.generation.return_token_ids else UNSET,
+            token_ids=token_ids if run.generation.return_token_ids else UNSET,
             packed_logprobs=packed_tokens(run, piece.rows),
             weight_versions=weight_versions(self.service, run, piece.rows, piece.first),
         )
         return [self.completion([choice], self.no_usage(run))]
+
+    def chunk_logprobs(
+        self, run: Run, prompt: int, token_ids: list[int], scores: list[Score], offsets: list[int]
+    ) -> CompletionLogprobs | None:
+        if not wants_json_logprobs(run.generation):
+            return None
+        if run.generation.echo:
+            offsets = [len(self.echoed[prompt]) + offset for offset in offsets]
+        return self.logprobs(run, token_ids, scores, offsets)
 
     def last(self, usage: Usage) -> Completion:
         return self.completion([], usage)
@@ -196,8 +202,8 @@ class CompletionAnswer:
         """Chunks before the last say null when the usage is to come."""
         return None if run.generation.include_usage else UNSET
 
-    def logprobs(self, run: Run, rows: TokenRows, offsets: list[int]) -> CompletionLogprobs:
-        return legacy_logprobs(self.names(run), rows, offsets, run.generation.sampling.num_logprobs)
+    def logprobs(self, run: Run, token_ids: list[int], scores: list[Score], offsets: list[int]) -> CompletionLogprobs:
+        return legacy_logprobs(self.names(run), token_ids, scores, offsets, run.generation.sampling.num_logprobs)
 
     def names(self, run: Run) -> TokenNames:
         return self.service.token_names[run.generation.name_token_ids]

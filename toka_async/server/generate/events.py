@@ -1,13 +1,14 @@
 """Server-sent events of a streamed request: the rows that have come for a connection at once.
 
-Events of a sample whose request wants text alone differ in their text only, so each is its sample's prefix, the text as
-JSON, and a suffix, and the text of a token that is whole characters is looked up. All other events are made as chunks,
-one by one. Knows no HTTP; knows nothing of which API the answer belongs to.
+Events of a sample whose request wants text and log-probs at most differ in these alone. So each is its sample's prefix,
+the text as JSON, log-probs if they are wanted, and a suffix, and the text of a token that is whole characters is looked
+up. All other events are made as chunks, one by one. Knows no HTTP; knows nothing of which API the answer belongs to.
 """
 
 from __future__ import annotations
 
 import secrets
+from itertools import accumulate
 from typing import Protocol
 
 import msgspec
@@ -94,22 +95,29 @@ class StreamEvents:
         self._n = generation.n
         self._wants_versions = generation.return_weight_versions
         self._wants_tokens = wants_tokens(generation)
+        no_logprobs = answer.chunk_logprobs(run, 0, [], [], [])
+        self._has_logprobs = no_logprobs is not None
+        self._no_logprobs = ENCODER.encode(no_logprobs)
         made_one_by_one = generation.usage_in_chunks or generation.pad_chunks or generation.is_parsed
-        self._is_plain = not (self._wants_tokens or made_one_by_one)
+        wants_more = generation.return_token_ids or generation.return_weight_versions
+        packs_logprobs = generation.sampling.num_logprobs >= 0 and not self._has_logprobs
+        self._is_plain = not (wants_more or packs_logprobs or made_one_by_one)
         tokenizer = service.marking_tokenizer if generation.is_parsed else service.tokenizer
         self._samples = StreamedTexts(
             tokenizer, run.options, num_prompts, generation.n, service.engine.requests.end_sample
         )
         self._texts = service.json_texts[run.options.skip_special_tokens]
+        self._lengths = service.token_lengths[run.options.skip_special_tokens]
         self._has_stops = run.options.stops is not None
         if self._is_plain and run.options.stops is not None:
             firsts = run.options.stops.automaton.firsts
             self._texts = JsonTexts(service.tokenizer, run.options.skip_special_tokens, firsts)
         self._num_begun = [0] * num_prompts
         self._prefixes: list[bytes | None] = [None] * (num_prompts * generation.n)
-        self._suffix = b""
+        self._middle = self._suffix = b""  # of events of one sample; before and after log-probs
         self._prompts_due = {*range(len(self._prefixes))} if generation.return_token_ids else set()
-        self.most_tokens = MOST_PLAIN_TOKENS if self._is_plain and not self._has_stops else MOST_TOKENS
+        is_cheap = self._is_plain and not (self._has_stops or self._has_logprobs)
+        self.most_tokens = MOST_PLAIN_TOKENS if is_cheap else MOST_TOKENS
 
     @property
     def num_open(self) -> int:
@@ -141,18 +149,22 @@ class StreamEvents:
 
     def take_lists(self, token_ids: list[int], scores: list[Score]) -> bytes:
         """See EventSource."""
-        samples, parts = self._samples, list[bytes]()
-        if not self._is_plain:
+        samples, text = self._samples, None
+        if self._is_plain and 0 not in samples.open:
+            text = join_texts([self._texts[token_id] for token_id in token_ids])
+        if not self._is_plain or (self._has_logprobs and not text):
+            parts: list[bytes] = []
             piece, reason = samples.push(0, rows_of_lists(token_ids, scores), Reason.NONE, NO_REQUEST)
             self._add_piece(parts, 0, piece, reason)
             return b"".join(parts)
-        text = None if 0 in samples.open else join_texts([self._texts[token_id] for token_id in token_ids])
         if text is None:
             text = encode_text(samples.push_plain(0, token_ids))
         else:
             samples.num_tokens[0] += len(token_ids)
         (prefix,) = self._prefixes
         assert prefix is not None
+        if self._has_logprobs:
+            return prefix + text + self._middle + self._encode_logprobs(0, token_ids, scores) + self._suffix
         return prefix + text + self._suffix if text else b""
 
     def finish(self) -> bytes:
@@ -166,11 +178,12 @@ class StreamEvents:
         return event(error)
 
     def _add_texts(self, parts: list[bytes], block: TokenBlock) -> None:
-        """Append what new tokens of a request say that wants text alone."""
+        """Append what new tokens of a request say that wants text and log-probs at most."""
         samples, prefixes = self._samples, self._prefixes
         num_tokens, is_open, stopped = samples.num_tokens, samples.open, samples.stopped
-        ids = block.tokens.token_ids.tolist()
+        ids, scores = block.tokens.token_ids.tolist(), block.tokens.list_scores()
         texts = list(map(self._texts.__getitem__, ids))
+        makes_pieces = self._has_stops or self._has_logprobs
         start = 0
         for row, count, number, request_id in samples.rows(block):
             end = start + count
@@ -178,18 +191,29 @@ class StreamEvents:
             text = join_texts(texts[start:end])
             if stopped and row in stopped:
                 text = None
-            elif number or (self._has_stops and (text is None or row in is_open)):
+            elif number or (makes_pieces and (not text or row in is_open)):
                 piece, reason = samples.push(row, block.tokens.part(start, end), REASONS[number], request_id)
-                text = None if reason else encode_text(piece.text)
-                if reason:
-                    self._add_chunks(parts, row, piece, reason)
+                text = encode_text(piece.text)
+                if reason or self._has_logprobs:
+                    self._add_piece(parts, row, piece, reason)
+                    text = None
             elif text is None or row in is_open:
                 text = encode_text(samples.push_plain(row, ids[start:end]))
             else:
                 num_tokens[row] += count
-            if text:
+            if text and self._has_logprobs:
+                logprobs = self._encode_logprobs(row, ids[start:end], scores[start:end])
+                parts += (prefix, text, self._middle, logprobs, self._suffix)
+            elif text:
                 parts += (prefix, text, self._suffix)
             start = end
+
+    def _encode_logprobs(self, row: int, token_ids: list[int], scores: list[Score]) -> bytes:
+        """What tokens of whole characters say beside their text."""
+        num_chars = self._samples.num_chars
+        offsets = list(accumulate(map(self._lengths.__getitem__, token_ids), initial=num_chars[row]))
+        num_chars[row] = offsets.pop()
+        return ENCODER.encode(self._answer.chunk_logprobs(self._run, row // self._n, token_ids, scores, offsets))
 
     def _begin(self, parts: list[bytes], row: int) -> bytes:
         """Append the first chunks of the sample and of those before it; returns the prefix of its events, if plain.
@@ -213,6 +237,8 @@ class StreamEvents:
         if self._is_plain:
             (chunk,) = self._answer.chunks(self._run, prompt, sample, Piece(MARK, NO_ROWS, []), Reason.NONE, None)
             prefix, _, self._suffix = event(chunk).partition(encode_text(MARK))
+            if self._has_logprobs:
+                self._middle, _, self._suffix = self._suffix.partition(self._no_logprobs)
         self._prefixes[row] = prefix
         return prefix
 

@@ -1,6 +1,7 @@
 """Log-probs as responses show them: the lists of completions, the objects of chat, vLLM's `prompt_logprobs`.
 
-Knows arrays of tokens and their names.
+Those of new tokens are made of lists, as a stream gets one token or a few at a time. Knows tokens, their scores and
+names.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from toka_async.openai.responses import (
     TokenLogprob,
     TopLogprob,
 )
-from toka_async.server.engine.token_block import TokenRows
+from toka_async.server.engine.token_block import Score, TokenRows
 from toka_async.text.detokenize import Detokenizer
 from toka_async.text.tokenizer import Tokenizer
 
@@ -52,9 +53,19 @@ class TokenNames(dict[int, str]):
         name = self[token_id] = f"token_id:{token_id}" if self.as_ids else legacy_name(self.tokenizer, token_id)
         return name
 
-    def of_chat(self, token_id: int) -> str:
-        """A token's name in the log-probs of chats."""
-        return f"token_id:{token_id}" if self.as_ids else self.tokenizer.token_text(token_id)
+
+class ChatNames(dict[int, tuple[str, list[int]]]):
+    """A token's name in the log-probs of chats and its bytes, by token id, as `TokenNames`."""
+
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool = False) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+        self.as_ids = as_ids
+
+    def __missing__(self, token_id: int) -> tuple[str, list[int]]:
+        name = f"token_id:{token_id}" if self.as_ids else self.tokenizer.token_text(token_id)
+        entry = self[token_id] = name, list(self.tokenizer.token_bytes(token_id))
+        return entry
 
 
 def legacy_name(tokenizer: Tokenizer, token_id: int) -> str:
@@ -66,43 +77,41 @@ def legacy_name(tokenizer: Tokenizer, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def legacy_logprobs(names: TokenNames, rows: TokenRows, offsets: Sequence[int], num_top: int) -> CompletionLogprobs:
-    """`logprobs` of a completion's tokens; the chosen token is among `top_logprobs` in any case.
+def legacy_logprobs(
+    names: TokenNames, token_ids: Sequence[int], scores: Sequence[Score], offsets: Sequence[int], num_top: int
+) -> CompletionLogprobs:
+    """`logprobs` of a completion's tokens; the chosen one is in `top_logprobs` in any case, with its own log-prob.
 
     Args:
         offsets: where each token begins in the choice's text.
         num_top: how many of the likeliest the request wants.
     """
-    tokens = list(map(names.__getitem__, rows.token_ids.tolist()))
-    logprobs = numbers(rows.logprobs)
-    top: list[dict[str, float] | None]
-    if num_top:
-        top = [
-            name_likeliest(names, token, logprob, tops)
-            for token, logprob, tops in zip(tokens, logprobs, likeliest(rows, num_top), strict=True)
-        ]
-    else:
-        top = [{token: logprob} for token, logprob in zip(tokens, logprobs, strict=True)]
-    return CompletionLogprobs(tokens=tokens, token_logprobs=list(logprobs), top_logprobs=top, text_offset=list(offsets))
+    tokens: list[str] = []
+    logprobs: list[float | None] = []
+    top: list[dict[str, float] | None] = []
+    for token_id, (logprob, top_ids, values) in zip(token_ids, scores, strict=True):
+        name, own = names[token_id], max(logprob, LEAST)
+        entry: dict[str, float] = {}
+        for top_id, value in zip(top_ids[:num_top], at_least(values[:num_top]), strict=True):
+            # Likeliest first, so that it keeps a name that tokens share.
+            entry.setdefault(names[top_id], own if top_id == token_id else value)
+        entry.setdefault(name, own)
+        tokens.append(name)
+        logprobs.append(own)
+        top.append(entry)
+    return CompletionLogprobs(tokens=tokens, token_logprobs=logprobs, top_logprobs=top, text_offset=list(offsets))
 
 
-def name_likeliest(
-    names: TokenNames, token: str, logprob: float, tops: Sequence[tuple[int, float]]
-) -> dict[str, float]:
-    """The likeliest tokens at one place by name, and the chosen one."""
-    entry: dict[str, float] = {}
-    for token_id, value in tops:
-        entry.setdefault(names[token_id], value)  # likeliest first, so that it keeps a name that tokens share
-    entry.setdefault(token, logprob)
-    return entry
+def at_least(values: list[float]) -> list[float]:
+    """Log-probs of the likeliest tokens, likeliest first, with LEAST for minus infinity."""
+    return [max(value, LEAST) for value in values] if values and values[-1] < LEAST else values
 
 
 def likeliest(rows: TokenRows, num_top: int) -> Iterator[list[tuple[int, float]]]:
     """The likeliest tokens at each place. The chosen one has exactly its own log-prob: clients compare the two."""
-    top_ids, chosen = rows.top_ids[:, :num_top], rows.token_ids[:, None]
-    values = np.where(top_ids == chosen, rows.logprobs[:, None], rows.top_logprobs[:, :num_top])
-    for ids, logprobs in zip(top_ids.tolist(), np.maximum(values, np.float32(LEAST)).tolist(), strict=True):
-        yield list(zip(ids, logprobs, strict=True))
+    for token_id, (logprob, top_ids, values) in zip(rows.token_ids.tolist(), rows.list_scores(), strict=True):
+        own, pairs = max(logprob, LEAST), zip(top_ids[:num_top], at_least(values[:num_top]), strict=True)
+        yield [(top_id, own if top_id == token_id else value) for top_id, value in pairs]
 
 
 def prompt_rows(prompt: Int32, prefilled: Prefilled, width: int) -> TokenRows:
@@ -120,7 +129,7 @@ def echoed_logprobs(
     names: TokenNames, first_id: int, rows: TokenRows, offsets: Sequence[int], num_top: int
 ) -> CompletionLogprobs:
     """`legacy_logprobs` of an echoed prompt, whose first token has no log-prob. `offsets` are of all its tokens."""
-    rest = legacy_logprobs(names, rows, offsets[1:], num_top)
+    rest = legacy_logprobs(names, rows.token_ids.tolist(), rows.list_scores(), offsets[1:], num_top)
     return CompletionLogprobs(
         tokens=[names[first_id], *rest.tokens],
         token_logprobs=[None, *rest.token_logprobs],
@@ -186,23 +195,16 @@ def text_offsets(
     return offsets
 
 
-def chat_logprobs(names: TokenNames, rows: TokenRows, num_top: int) -> ChatLogprobs:
+def chat_logprobs(names: ChatNames, token_ids: Sequence[int], scores: Sequence[Score], num_top: int) -> ChatLogprobs:
     """`logprobs` of a chat's tokens."""
-    logprobs, token_bytes = numbers(rows.logprobs), names.tokenizer.token_bytes
-    content = []
-    for token_id, logprob, tops in zip(rows.token_ids.tolist(), logprobs, likeliest(rows, num_top), strict=True):
-        top = [
-            TopLogprob(token=names.of_chat(top_id), logprob=value, bytes=list(token_bytes(top_id)))
-            for top_id, value in tops
-        ]
-        content.append(
-            TokenLogprob(
-                token=names.of_chat(token_id),
-                logprob=logprob,
-                bytes=list(token_bytes(token_id)),
-                top_logprobs=top,
-            )
-        )
+    content: list[TokenLogprob] = []
+    for token_id, (logprob, top_ids, values) in zip(token_ids, scores, strict=True):
+        (name, raw), own = names[token_id], max(logprob, LEAST)
+        top: list[TopLogprob] = []
+        for top_id, value in zip(top_ids[:num_top], at_least(values[:num_top]), strict=True):
+            top_name, top_raw = names[top_id]
+            top.append(TopLogprob(token=top_name, logprob=own if top_id == token_id else value, bytes=top_raw))
+        content.append(TokenLogprob(token=name, logprob=own, bytes=raw, top_logprobs=top))
     return ChatLogprobs(content=content)
 
 

@@ -88,21 +88,22 @@ class SampleStream:
 
     Attributes:
         num_tokens: tokens kept so far.
+        num_chars: of the text that the tokens so far have, whether sent or held back, if offsets or stop strings count.
     """
 
-    __slots__ = ("_detokenizer", "_filter", "_num_chars", "_options", "num_tokens")
+    __slots__ = ("_detokenizer", "_filter", "_options", "num_chars", "num_tokens")
 
     def __init__(self, tokenizer: Tokenizer, options: TextOptions) -> None:
         self._detokenizer = Detokenizer(tokenizer, options.skip_special_tokens, continues=True)
         self._filter = StopFilter(options.stops) if options.stops else None
         self._options = options
-        self._num_chars = 0  # of the text that the tokens so far have, whether sent or held back
+        self.num_chars = 0
         self.num_tokens = 0
 
     @property
     def is_open(self) -> bool:
         """Whether what the next token adds depends on those before it."""
-        return self._detokenizer.holds or (self._filter is not None and self._filter.holds) or self._options.offsets
+        return self._detokenizer.holds or (self._filter is not None and self._filter.holds)
 
     def push_plain(self, ids: Sequence[int]) -> str:
         """The text that new tokens add where no stop strings, offsets or numbers of tokens are wanted."""
@@ -122,13 +123,13 @@ class SampleStream:
         texts: list[str] = []
         offsets: list[int] = []
         for token_id in ids:
-            offsets.append(self._num_chars)
+            offsets.append(self.num_chars)
             texts.append(self._push_token(token_id))
             if self._filter is not None and self._filter.stopped:
                 return Piece("".join(texts), rows.part(0, len(offsets)), offsets, self._filter.string, before)
         without_text = len(rows) - len(ids)
         self.num_tokens += without_text
-        offsets += [self._num_chars] * without_text
+        offsets += [self.num_chars] * without_text
         if reason is not Reason.NONE:
             texts.append(self._finish())
         return Piece("".join(texts), rows, offsets, first=before)
@@ -136,7 +137,7 @@ class SampleStream:
     def _push_token(self, token_id: int) -> str:
         """The text that may be sent now."""
         text = self._detokenizer.push((token_id,))
-        self._num_chars += len(text)
+        self.num_chars += len(text)
         self.num_tokens += 1
         if self._filter is None:
             return text
@@ -160,6 +161,7 @@ class StreamedTexts:
     Attributes:
         num_open: samples that have not ended.
         num_tokens: kept of each sample so far, by row.
+        num_chars: of the text of each sample so far, by row, if offsets are wanted.
         open: by row, samples whose next token's text is not that of the token alone.
         stopped: rows that a stop string has ended; their later tokens are dropped.
     """
@@ -174,6 +176,7 @@ class StreamedTexts:
     ) -> None:
         self.num_open = num_prompts * n
         self.num_tokens = [0] * self.num_open
+        self.num_chars = [0] * self.num_open
         self.open: dict[int, SampleStream] = {}
         self.stopped: set[int] = set()
         self._tokenizer = tokenizer
@@ -193,9 +196,9 @@ class StreamedTexts:
     def push(self, row: int, rows: TokenRows, reason: Reason, request_id: int) -> tuple[Piece, Reason]:
         """What new tokens add to a sample, and why it has ended, if it has."""
         stream = self.open.pop(row, None) or SampleStream(self._tokenizer, self._options)
-        stream.num_tokens = self.num_tokens[row]
+        stream.num_tokens, stream.num_chars = self.num_tokens[row], self.num_chars[row]
         piece = stream.push(rows, reason)
-        self.num_tokens[row] = stream.num_tokens
+        self.num_tokens[row], self.num_chars[row] = stream.num_tokens, stream.num_chars
         if piece.stop is not None:
             self.stopped.add(row)
             if reason is Reason.NONE:

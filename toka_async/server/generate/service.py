@@ -44,7 +44,7 @@ from toka_async.server.generate.batching import SLICE, Batcher, in_slices
 from toka_async.server.generate.block_texts import MANY, BlockTexts, JsonTexts
 from toka_async.server.generate.encoding import SHORT, TextEncoder, groups
 from toka_async.server.generate.grammar_checks import GrammarChecks
-from toka_async.server.generate.logprobs import TokenLengths, TokenNames
+from toka_async.server.generate.logprobs import ChatNames, TokenLengths, TokenNames
 from toka_async.server.generate.sample_text import SampleText, TextOptions
 from toka_async.server.generate.stop_sets import StopSets
 from toka_async.server.generate.thinking import bound_thoughts
@@ -139,6 +139,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     json_texts: dict[bool, JsonTexts] = field(init=False)  # without and with special tokens skipped
     token_names: dict[bool, TokenNames] = field(init=False)  # by text and by id
+    chat_names: dict[bool, ChatNames] = field(init=False)  # as token_names
     token_lengths: dict[bool, TokenLengths] = field(init=False)  # as json_texts
     grammars: GrammarChecks = field(init=False)
     marking_tokenizer: Tokenizer = field(init=False)  # its texts have the special tokens that the response format reads
@@ -151,6 +152,7 @@ class Service:
     def __post_init__(self) -> None:
         self.json_texts = {skip: JsonTexts(self.tokenizer, skip) for skip in (False, True)}
         self.token_names = {as_ids: TokenNames(self.tokenizer, as_ids) for as_ids in (False, True)}
+        self.chat_names = {as_ids: ChatNames(self.tokenizer, as_ids) for as_ids in (False, True)}
         self.token_lengths = {skip: TokenLengths(self.tokenizer, skip) for skip in (False, True)}
         self.grammars = GrammarChecks(self.tokenizer, self.defaults.end_ids)
         self._encoder = TextEncoder(self.tokenizer, self.executor)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from toka_async.messages import Reason
 from toka_async.openai.responses import Usage, WeightSpan
-from toka_async.server.engine.token_block import TokenRows, concat_rows
+from toka_async.server.engine.token_block import Score, TokenRows, concat_rows
 from toka_async.server.engine.weight_versions import list_spans
 from toka_async.server.generate.events import ENCODER
 from toka_async.server.generate.logprobs import likeliest, numbers, prompt_rows
@@ -61,6 +61,11 @@ class SglangAnswer:
 
     def first(self, run: Run, prompt: int, sample: int) -> None:
         del run, prompt, sample  # no event comes before a sample's tokens
+
+    def chunk_logprobs(
+        self, run: Run, prompt: int, token_ids: list[int], scores: list[Score], offsets: list[int]
+    ) -> None:
+        del run, prompt, token_ids, scores, offsets  # chunks say more of each token
 
     def chunks(
         self, run: Run, prompt: int, sample: int, piece: Piece, reason: Reason, stop: str | int | None

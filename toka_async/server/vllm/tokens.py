@@ -20,12 +20,12 @@ from toka_async.openai.prompts import parse_token_ids
 from toka_async.openai.requests import GenerationFields, SamplingFields
 from toka_async.openai.responses import Usage
 from toka_async.server.access.guard import account_of
-from toka_async.server.engine.token_block import TokenRows
+from toka_async.server.engine.token_block import Score, TokenRows
 from toka_async.server.generate.answers import FINISH, new_header, num_kept, run_usage, weight_versions
 from toka_async.server.generate.batching import MANY_IDS
 from toka_async.server.generate.completions import check_counts
 from toka_async.server.generate.events import ENCODER
-from toka_async.server.generate.logprobs import TokenNames, likeliest, numbers, prompt_logprobs, prompt_rows
+from toka_async.server.generate.logprobs import ChatNames, likeliest, numbers, prompt_logprobs, prompt_rows
 from toka_async.server.generate.sample_text import Piece
 from toka_async.server.generate.service import Output, PreparedRequest, Run, Service
 from toka_async.server.http.receive import read_request
@@ -126,7 +126,7 @@ class TokensAnswer:
         has_text, num_top, logprobs = run.generation.has_text, run.generation.sampling.num_logprobs, None
         if num_top >= 0:
             # As JSON at once: what the JSON of all samples is made of would take several times its memory.
-            names = self.service.token_names[not has_text]
+            names = self.service.chat_names[not has_text]
             logprobs = Raw(ENCODER.encode(tokens_logprobs(names, piece.rows, num_top)))
         return TokensChoice(
             index=sample,
@@ -149,6 +149,11 @@ class TokensAnswer:
     def first(self, run: Run, prompt: int, sample: int) -> None:
         del run, prompt, sample  # no event comes before a sample's tokens
 
+    def chunk_logprobs(
+        self, run: Run, prompt: int, token_ids: list[int], scores: list[Score], offsets: list[int]
+    ) -> None:
+        del run, prompt, token_ids, scores, offsets  # chunks say more of each token
+
     def chunks(
         self, run: Run, prompt: int, sample: int, piece: Piece, reason: Reason, stop: str | int | None
     ) -> list[GeneratedTokensChunk]:
@@ -170,7 +175,7 @@ class TokensAnswer:
         )
 
 
-def tokens_logprobs(names: TokenNames, rows: TokenRows, num_top: int) -> TokensLogprobs:
+def tokens_logprobs(names: ChatNames, rows: TokenRows, num_top: int) -> TokensLogprobs:
     """Log-probs of sampled tokens with `num_top` of the likeliest; the sampled one leads them, as in vLLM."""
     columns = (rows.token_ids.tolist(), numbers(rows.logprobs), likeliest(rows, num_top))
     content = []
@@ -195,6 +200,7 @@ def tokens_logprobs(names: TokenNames, rows: TokenRows, num_top: int) -> TokensL
     return TokensLogprobs(content)
 
 
-def likely_token(names: TokenNames, token_id: int, logprob: float, rank: int | None) -> LikelyToken:
-    shown = None if names.as_ids else list(names.tokenizer.token_bytes(token_id))
-    return LikelyToken(token=names.of_chat(token_id), token_id=token_id, logprob=logprob, rank=rank, bytes=shown)
+def likely_token(names: ChatNames, token_id: int, logprob: float, rank: int | None) -> LikelyToken:
+    name, raw = names[token_id]
+    shown = None if names.as_ids else raw
+    return LikelyToken(token=name, token_id=token_id, logprob=logprob, rank=rank, bytes=shown)

@@ -91,9 +91,12 @@ def plain_events(
 ) -> list[bytes]:
     """The definition: a chunk for what each sample's tokens add, where that is something; samples begin in order.
 
+    Log-probs are those of `score_each`.
+
     due: samples whose first chunk has the prompt.
     """
     generation, events = run.generation, []
+    num_logprobs = generation.sampling.num_logprobs
     for sample, ids, reason in sorted(arrivals):
         made: list[tuple[int, Any]] = []
         for each in range(sample + 1):
@@ -104,11 +107,11 @@ def plain_events(
         assert stream is not None or not made
         if stream is None:
             continue  # a stop string has ended it
-        piece = stream.push(make_tokens(ids), reason)
+        piece = stream.push(score_each(make_tokens(ids), num_logprobs), reason)
         stop: str | int | None = stop_token(generation, piece.rows, reason)
         if piece.stop is not None:
             reason, stop, streams[sample] = Reason.STOP_STRING, piece.stop, None
-        if reason or piece.text or (generation.return_token_ids and len(piece.rows)):
+        if reason or piece.text or ((generation.return_token_ids or num_logprobs >= 0) and len(piece.rows)):
             made += [(sample, each) for each in answer.chunks(run, 0, sample, piece, reason, stop)]
         for each, chunk in made:
             if chunk is not None:
@@ -117,14 +120,42 @@ def plain_events(
     return events
 
 
+def score_each(rows: TokenRows, num_logprobs: int) -> TokenRows:
+    """The rows with log-probs that depend on the tokens alone; the chosen token is among the likeliest or not."""
+    if num_logprobs < 0:
+        return rows
+    ids = rows.token_ids[:, None]
+    top_ids = (ids + ids % 2 + np.arange(num_logprobs)) % 250
+    top_logprobs = -np.arange(num_logprobs, dtype=np.float32) - ids / 100
+    top_logprobs[rows.token_ids % 3 == 0, -1:] = -np.inf
+    return replace(
+        rows,
+        logprobs=(-rows.token_ids / 90).astype(np.float32),
+        top_ids=top_ids.astype(np.int32),
+        top_logprobs=top_logprobs.astype(np.float32),
+    )
+
+
+def wish_logprobs(is_chat: bool, num_logprobs: int | None) -> dict[str, Any]:
+    """The fields of a request with so many of the likeliest tokens."""
+    if num_logprobs is None:
+        return {}
+    return {"logprobs": True, "top_logprobs": num_logprobs} if is_chat else {"logprobs": num_logprobs}
+
+
 @pytest.mark.parametrize("build", BUILDERS)
+@pytest.mark.parametrize("num_logprobs", [None, 0, 3])
 @pytest.mark.parametrize("seed", range(40))
-def test_events_are_those_of_the_definition(build: Callable[[], Tokenizer], seed: int) -> None:
+def test_events_are_those_of_the_definition(
+    build: Callable[[], Tokenizer], seed: int, num_logprobs: int | None
+) -> None:
     tokenizer, random = build(), Random(seed)
     end = random.randrange(tokenizer.vocab_size)
     rows = [[random.randrange(tokenizer.vocab_size + 3) for _ in range(random.randint(1, 12))] for _ in range(N)]
     stops = [tokenizer.decode(rows[0][:4], continues=True)[:2] or "x", "e"] if random.random() < 0.5 else []
-    service, run, answer = make(tokenizer, end, [random.random() < 0.5 for _ in range(5)], stops)
+    flags = [random.random() < 0.5 for _ in range(5)]
+    flags[4] = flags[4] and num_logprobs is None  # ids in every chunk: these are made one by one
+    service, run, answer = make(tokenizer, end, flags, stops, more=wish_logprobs(flags[0], num_logprobs))
     told: list[tuple[int, int, int]] = []
     service.engine.requests.end_sample = lambda *arguments: told.append(arguments)  # type: ignore[method-assign]
     reasons = [random.choice([Reason.STOP, Reason.LENGTH]) for _ in range(N)]
@@ -141,6 +172,7 @@ def test_events_are_those_of_the_definition(build: Callable[[], Tokenizer], seed
                 arrivals.append((sample, new, Reason.NONE if rows[sample] else reasons[sample]))
         if arrivals:
             block = merge_blocks([make_block(arrivals)], N)
+            block = replace(block, tokens=score_each(block.tokens, -1 if num_logprobs is None else num_logprobs))
             assert events.take(block) == b"".join(plain_events(service, run, answer, arrivals, streams, due))
     assert events.num_open == 0
     assert len(told) == len({sample for _, sample, _ in told}) <= sum(stream is None for stream in streams.values())
@@ -155,9 +187,7 @@ def test_events_of_lists_are_those_of_columns(build: Callable[[], Tokenizer], se
     tokenizer, random = build(), Random(seed)
     flags = [random.random() < 0.5 for _ in range(5)]
     num_logprobs = random.choice([None, None, 0, 1, 3])
-    more: dict[str, Any] = {} if num_logprobs is None else {"logprobs": num_logprobs}
-    if flags[0] and num_logprobs is not None:
-        more = {"logprobs": True, "top_logprobs": num_logprobs}
+    more = wish_logprobs(flags[0], num_logprobs)
     arrivals = [[random.randrange(tokenizer.vocab_size) for _ in range(random.randint(1, 3))] for _ in range(30)]
     service, run, answer = make(tokenizer, tokenizer.vocab_size + 1, flags, [], 1, more)
     by_lists, by_columns = StreamEvents(service, run, answer), StreamEvents(service, run, answer)
