@@ -29,7 +29,7 @@ from toka_async.transport.zmq_sockets import PollSet, ZmqInbox, ZmqOutbox
 COLLECTED = (50_000, 20, 50)
 # Seconds of a step with prompts. A reader notices longer gaps than 50 ms; larger steps are hardly more efficient.
 AUTO_STREAMING_STEP = 0.040
-AUTO_DECODINGS = 8.0  # beside streams: of the time that a step takes without prompts
+AUTO_DECODINGS = 8.0  # see StepLimits
 AUTO_STEP = 0.125
 
 

@@ -18,9 +18,10 @@ SHARE = 0.25  # of the time of decoding, that prompts may take at least
 class StepLimits:
     """How long a step that computes prompts may take, in seconds; `streaming`: while somebody reads a stream.
 
-    decodings: a step beside streams takes at most so many times what it takes without prompts. Smaller steps would
-    cost throughput, and in larger ones the first prompts wait for the last. least_tokens: of prompts, that a step has
-    time for beyond the limit, as far as they take no longer than its costs that do not depend on its size.
+    decodings: a step beside streams takes at most so many times what it takes without prompts, where costs that do not
+    depend on its size count half. Smaller steps would cost throughput, the more the more rows decode, and in larger
+    ones the first prompts wait for the last. least_tokens: of prompts, that a step has time for beyond the limit, as
+    far as they take no longer than those costs.
     """
 
     seconds: float = UNLIMITED
@@ -42,7 +43,8 @@ class StepBudget:
     def allow_prompts(self, decoding: StepWork, is_streaming: bool) -> None:
         """Allow prompts to take the time that decoding leaves, and a least part of the step in any case."""
         limits, spent = self.limits, self.predictor.predict(decoding)
-        left = (min(limits.streaming, limits.decodings * spent) if is_streaming else limits.seconds) - spent
+        beside_streams = min(limits.streaming, limits.decodings * (spent - self.predictor.constant / 2))
+        left = (beside_streams if is_streaming else limits.seconds) - spent
         # Smaller steps would spend most of their time on those costs. On a slow device the tokens alone may take longer
         # than the limit.
         self.least = min(limits.least_tokens * self.predictor.token, self.predictor.constant)

@@ -36,8 +36,10 @@ def test_prompts_get_the_time_that_decoding_leaves() -> None:
 
 
 def test_steps_beside_streams_are_some_times_as_long_as_without_prompts() -> None:
-    limits = StepLimits(seconds=1.0, streaming=4 * STEP, decodings=3)
+    """What a step takes by itself counts half."""
+    limits = StepLimits(seconds=1.0, streaming=4 * STEP, decodings=6)
     assert 500 < allowed(limits, NOTHING, is_streaming=True).take_chunk(0, 5000) <= 2 * CONSTANT
+    assert 640 < allowed(limits, StepWork(30, 0), is_streaming=True).take_chunk(0, 5000) <= 2 * CONSTANT + 5 * 30
     assert allowed(limits, NOTHING).take_chunk(0, 5000) > 4000
     decoding = StepWork(200, 0)
     assert 540 < allowed(limits, decoding, is_streaming=True).take_chunk(0, 5000) <= 3 * CONSTANT - 200
