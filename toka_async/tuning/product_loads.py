@@ -7,6 +7,7 @@ first used, and waits until the device has nothing left to compute: in a step, t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -43,10 +44,11 @@ def _make_product(use: MatrixUse, most: int, dtype: torch.dtype, device: torch.d
     matrix = use.matrix
     n, k = matrix.shape
     x = torch.zeros(most, k, dtype=dtype, device=device)
+    norm = (x.new_ones(k), 1e-5) if use.normed else None  # of few rows it is part of the product
     residual = torch.zeros(most, n, dtype=dtype, device=device) if use.adds else None
 
     def compute(num_rows: int) -> None:
-        rows = matrix.take(x[:num_rows])
+        rows = replace(matrix.take(x[:num_rows]), norm=norm)
         if use.activation is not None:
             matrix.gated(rows, use.activation, matrix)  # whoever consumes it; what counts is the form of its input
         elif residual is not None:

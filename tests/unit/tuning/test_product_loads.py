@@ -25,8 +25,9 @@ def test_small_products_have_all_numbers_of_rows() -> None:
 
 
 def test_each_shape_is_computed_as_steps_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the head computes fewer rows; products are added, gated or neither."""
+    """Only the head computes fewer rows; products are added, gated or neither, and norms are left to what follows."""
     computed: dict[tuple[str, tuple[int, int]], list[int]] = {}
+    normed: set[tuple[str, tuple[int, int]]] = set()
 
     def watch(name: str) -> None:
         method = getattr(DenseMatrix, name)
@@ -34,6 +35,8 @@ def test_each_shape_is_computed_as_steps_do(tmp_path: Path, monkeypatch: pytest.
         def note(matrix: DenseMatrix, *arguments: object) -> object:
             rows = next(each for each in arguments if isinstance(each, Rows))
             computed.setdefault((name, matrix.shape), []).append(len(rows.values))
+            if rows.norm is not None:
+                normed.add((name, matrix.shape))
             return method(matrix, *arguments)
 
         monkeypatch.setattr(DenseMatrix, name, note)
@@ -48,3 +51,5 @@ def test_each_shape_is_computed_as_steps_do(tmp_path: Path, monkeypatch: pytest.
     assert kinds == {"product", "gated", "add"}
     assert computed["product", (spec.vocab_size, spec.hidden_size)] == [8, 9]
     assert all(rows == [8, 16, 20] for (_, shape), rows in computed.items() if shape[0] != spec.vocab_size)
+    own = {(name, shape) for name, shape in computed if shape[0] != spec.vocab_size}
+    assert normed == {(name, shape) for name, shape in own if name != "add"}
