@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import subprocess
@@ -85,7 +86,9 @@ def test_requests_compile_nothing(arguments: list[str], tmp_path: Path) -> None:
         assert server.metric("compiles_total") == 0
 
 
-def test_kernels_are_compiled_once_while_weights_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_compiled_once_while_weights_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """What was compiled ahead is what runs later: nothing is compiled again, for example for another stride."""
     from triton import knobs
     from triton.runtime.jit import JITFunction
@@ -101,7 +104,9 @@ def test_kernels_are_compiled_once_while_weights_load(tmp_path: Path, monkeypatc
     for each in gc.get_objects():
         if issubclass(type(each), JITFunction):  # isinstance would make lazy modules load
             each.device_caches.clear()  # of tests before
-    Engine(make_model(tmp_path / "model", "qwen3"), device="cuda", dtype="bfloat16", backend="triton", max_seqs=64)
+    with caplog.at_level(logging.DEBUG, logger="toka_async.startup.compile_ahead"):
+        Engine(make_model(tmp_path / "model", "qwen3"), device="cuda", dtype="bfloat16", backend="triton", max_seqs=64)
+    why = "\n".join(each.getMessage() for each in caplog.records if "not compiled ahead" in each.getMessage())
     ahead = {name for name, thread in compiled if thread == "compiler"}
     assert ahead >= {
         "pilot",
@@ -114,8 +119,8 @@ def test_kernels_are_compiled_once_while_weights_load(tmp_path: Path, monkeypatc
         "edit",
         "restore",
         "measure",
-    }
-    assert ahead >= {"_append", "_add_norm", "_gate", "_rotation", "_begin", "_product", "_decode", "_divide"}
+    }, why
+    assert ahead >= {"_append", "_add_norm", "_gate", "_rotation", "_begin", "_product", "_decode", "_divide"}, why
     assert ahead & {"_prefill", "_prefill_hopper"}
     again = {name for name, thread in compiled if thread != "compiler"} & ahead
     assert again <= {"_decode", "_merge"}  # which graphs need in further variants
