@@ -124,13 +124,13 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: tuple[int, ...] | None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: tuple[int, ...] | None
     top_logprobs: list[TopLogprob]
 
 

@@ -54,7 +54,7 @@ class TokenNames(dict[int, str]):
         return name
 
 
-class ChatNames(dict[int, tuple[str, list[int]]]):
+class ChatNames(dict[int, tuple[str, tuple[int, ...]]]):
     """A token's name in the log-probs of chats and its bytes, by token id, as `TokenNames`."""
 
     def __init__(self, tokenizer: Tokenizer, as_ids: bool = False) -> None:
@@ -62,9 +62,9 @@ class ChatNames(dict[int, tuple[str, list[int]]]):
         self.tokenizer = tokenizer
         self.as_ids = as_ids
 
-    def __missing__(self, token_id: int) -> tuple[str, list[int]]:
+    def __missing__(self, token_id: int) -> tuple[str, tuple[int, ...]]:
         name = f"token_id:{token_id}" if self.as_ids else self.tokenizer.token_text(token_id)
-        entry = self[token_id] = name, list(self.tokenizer.token_bytes(token_id))
+        entry = self[token_id] = name, tuple(self.tokenizer.token_bytes(token_id))
         return entry
 
 

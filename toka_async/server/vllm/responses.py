@@ -26,7 +26,7 @@ class LikelyToken(msgspec.Struct, frozen=True, kw_only=True):
     token_id: int
     logprob: float
     rank: int | None
-    bytes: list[int] | None = None
+    bytes: tuple[int, ...] | None = None
 
 
 class SampledToken(LikelyToken, frozen=True, kw_only=True):
