@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import logging
+import json
 import os
 import re
 import subprocess
@@ -86,28 +85,19 @@ def test_requests_compile_nothing(arguments: list[str], tmp_path: Path) -> None:
         assert server.metric("compiles_total") == 0
 
 
-def test_kernels_are_compiled_once_while_weights_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_kernels_are_compiled_once_while_weights_load(tmp_path: Path) -> None:
     """What was compiled ahead is what runs later: nothing is compiled again, for example for another stride."""
-    from triton import knobs
-    from triton.runtime.jit import JITFunction
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    compiled: list[tuple[str, str]] = []
-
-    def note(src: Any, cache_hit: bool, **_: Any) -> None:
-        if not cache_hit:
-            compiled.append((src.name, threading.current_thread().name.partition("_")[0]))
-
-    monkeypatch.setattr(knobs.compilation, "listener", note)
-    for each in gc.get_objects():
-        if issubclass(type(each), JITFunction):  # isinstance would make lazy modules load
-            each.device_caches.clear()  # of tests before
-    with caplog.at_level(logging.DEBUG, logger="toka_async.startup.compile_ahead"):
-        Engine(make_model(tmp_path / "model", "qwen3"), device="cuda", dtype="bfloat16", backend="triton", max_seqs=64)
-    why = "\n".join(each.getMessage() for each in caplog.records if "not compiled ahead" in each.getMessage())
+    model = make_model(tmp_path / "model", "qwen3")
+    done = subprocess.run(  # where no test has run before
+        [sys.executable, "-m", "tests.gpu.test_cold_start", str(model)],
+        env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "triton")},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    compiled: list[tuple[str, str]] = json.loads(done.stdout)
     ahead = {name for name, thread in compiled if thread == "compiler"}
+    later = {name for name, thread in compiled if thread != "compiler"}
     assert ahead >= {
         "pilot",
         "chunk_sums",
@@ -119,11 +109,26 @@ def test_kernels_are_compiled_once_while_weights_load(
         "edit",
         "restore",
         "measure",
-    }, why
-    assert ahead >= {"_append", "_add_norm", "_gate", "_rotation", "_begin", "_product", "_decode", "_divide"}, why
+    }, done.stdout
+    layers = {"_append", "_add_norm", "_gate", "_rotation", "_begin", "_product", "_decode", "_divide"}
+    assert ahead >= layers, done.stdout
     assert ahead & {"_prefill", "_prefill_hopper"}
-    again = {name for name, thread in compiled if thread != "compiler"} & ahead
-    assert again <= {"_decode", "_merge"}  # which graphs need in further variants
+    assert later & ahead <= {"_decode", "_merge"}  # which graphs need in further variants
+
+
+def list_compiled(model: Path) -> list[tuple[str, str]]:
+    """Starts an engine. Returns the kernels that were compiled: each one's name and the kind of thread that did it."""
+    from triton import knobs
+
+    compiled: list[tuple[str, str]] = []
+
+    def note(src: Any, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            compiled.append((src.name, threading.current_thread().name.partition("_")[0]))
+
+    knobs.compilation.listener = note
+    Engine(model, device="cuda", dtype="bfloat16", backend="triton", max_seqs=64)
+    return compiled
 
 
 @NEEDS_FLASHINFER
@@ -136,3 +141,7 @@ def test_after_warm_nothing_is_compiled_or_measured(arguments: list[str], tmp_pa
         assert found[1] == found[2]
         assert re.search("attention: .*flashinfer", server.said())
         assert BEGINS not in server.said()
+
+
+if __name__ == "__main__":
+    print(json.dumps(list_compiled(Path(sys.argv[1]))))
