@@ -36,6 +36,7 @@ from toka_async.tuning import gated_tiles
 from toka_async.tuning.dense import list_dense_choices
 from toka_async.tuning.gemm import ProductTuning
 from toka_async.tuning.matrix_group import RowCounts, group_matrices
+from toka_async.tuning.product_loads import load_products
 from toka_async.tuning.store import TuningCache
 from toka_async.tuning.trial import Way
 
@@ -65,7 +66,7 @@ def _run_each(
     for way in ways:
         for x, output in operands:
             way(x, weights[0], output)
-    return 0
+    return len(ways) - 1  # one of our kernels, if one suits
 
 
 def main(model: Path) -> None:
@@ -92,7 +93,8 @@ def main(model: Path) -> None:
     compiled.clear()
     for group in group_matrices(decoder):
         for choice in list_dense_choices(ops, group, RowCounts(LIMITS.max_tokens)):
-            choice.measure()
+            choice.use(choice.measure())
+    load_products(decoder, LIMITS, torch.bfloat16, CPU)
     cache = make_cache(spec, 513, PAGE_SIZE, torch.bfloat16, CPU)
     attention = build.build_attention(
         "triton", cache, spec.attention.num_heads, spec.windows, LIMITS.max_seqs, LIMITS.max_tokens
