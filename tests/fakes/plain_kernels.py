@@ -70,6 +70,14 @@ class PlainKernels:
             kept[rows], masses[rows] = count.to(torch.int32), mass.float()
         return token_ids, logprobs, kept, masses
 
+    def renormalize(self, kept: Tensor, masses: Tensor, logprobs: Tensor, top_values: Tensor) -> None:
+        """See `SamplingKernels.renormalize`."""
+        shift = masses.log()
+        logprobs.sub_(shift)
+        top_values.sub_(shift[:, None])
+        left_out = (torch.arange(top_values.shape[1]) >= kept[:, None]) & (kept > 0)[:, None]
+        top_values.masked_fill_(left_out, torch.finfo(torch.float32).min)
+
     def params_of(self, slots: Tensor, table: RowTable) -> Params:
         """What the table says of slots, PARAMS [s]."""
         params = np.zeros(len(slots), dtype=PARAMS)

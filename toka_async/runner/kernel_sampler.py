@@ -59,7 +59,6 @@ class KernelSampler:
         self._columns, self._table = _make_table(max_seqs + 1, vocab, rows.device)
         self._edits = EditRows(rows, history)
         self._routes = SamplingRoutes(rows)
-        self._nth = torch.arange(NUM_TOP, device=rows.device)
 
     @property
     def is_shared(self) -> bool:
@@ -121,12 +120,8 @@ class KernelSampler:
         top_ids, top_values = self._editing.edit(*rows, masks)
         token_ids, logprobs, kept, masses = self._kernels.draw_measured(logits, slots, contexts, self._table, masks)
         self._editing.restore(*rows, (token_ids, logprobs), masks)
-        # To the distribution of the kept tokens, which come first among the likeliest. A mass of 1 changes nothing.
-        shift = masses.log()
-        top_values.sub_(shift[:, None])
-        left_out = (self._nth >= kept[:, None]) & (kept > 0)[:, None]
-        top_values.masked_fill_(left_out, torch.finfo(torch.float32).min)
-        return token_ids, logprobs.sub_(shift), top_ids, top_values, kept, masses
+        self._kernels.renormalize(kept, masses, logprobs, top_values)
+        return token_ids, logprobs, top_ids, top_values, kept, masses
 
     def _mark_drawn(self, slots: Tensor, token_ids: Tensor) -> None:
         """Marks tokens as seen that other ranks drew, since any rank may draw for a slot the next time.
@@ -206,7 +201,9 @@ def try_sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) -> N
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     contexts = torch.ones(1, dtype=torch.int32, device=device)
     table = _make_table(1, vocab_size, device)[1]
-    SamplingKernels(vocab_size, 1, device).draw_measured(logits, slots, contexts, table)
+    kernels = SamplingKernels(vocab_size, 1, device)
+    _, logprobs, kept, masses = kernels.draw_measured(logits, slots, contexts, table)
+    kernels.renormalize(kept, masses, logprobs, torch.zeros(1, NUM_TOP, dtype=torch.float32, device=device))
 
 
 def try_editing(vocab_size: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:

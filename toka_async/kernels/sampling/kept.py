@@ -1,7 +1,8 @@
 """Measures what a row's filters keep: how many tokens, and which share of the distribution.
 
 Rows that their candidates settle are measured by these. For others the smallest logit that is kept is found in passes
-over the row. Runs on the sums and candidates of a draw, before it sets the seen bits of what it draws.
+over the row. Runs on the sums and candidates of a draw, before it sets the seen bits of what it draws. Afterwards
+`renormalize` has the row's log-probs be those of what is kept.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from toka_async.kernels.sampling.row import (
     NO_KEY,
     NUM_STATS,
     REPETITION,
+    SMALLEST,
     SUM,
     chunk_masses,
     chunk_stats,
@@ -111,6 +113,24 @@ def measure(
             share = tl.minimum((mass / total).to(tl.float32), 1.0)
     tl.store(kept_at + row, num_kept)
     tl.store(masses_at + row, share)
+
+
+@triton.jit
+def renormalize(kept_at, masses_at, logprobs_at, top_values_at, num_top: tl.constexpr, padded_top: tl.constexpr):
+    """One program changes a row's log-probs to those of the tokens that `measure` has counted as kept, if it has.
+
+    logprobs: of the drawn token. top_values: float32 [row, num_top], of the likeliest tokens, likeliest first, among
+    which those that are kept come first.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    kept = tl.load(kept_at + row)
+    if kept > 0:
+        shift = tl.log(tl.load(masses_at + row))
+        tl.store(logprobs_at + row, tl.load(logprobs_at + row) - shift)
+        nth = tl.arange(0, padded_top)
+        values_at = top_values_at + row * num_top + nth
+        values = tl.load(values_at, mask=nth < num_top, other=0.0) - shift
+        tl.store(values_at, tl.where(nth < kept, values, SMALLEST), mask=nth < num_top)
 
 
 @triton.jit

@@ -3,8 +3,8 @@
 Six kernels draw: `pilot`, `chunk_sums` and `repair` (stats.py), `gather`, `draw` and `reject` (files of like names).
 Plain and greedy rows need the pass of `chunk_sums` and one line again. Filtered rows are settled by their likeliest
 tokens or, where the distribution is flat, by bounds that the pilot guessed; the few others pass over their row again.
-`measure` (kept.py) is for rows that ask what their filters keep. Nothing waits for the host or depends
-on its values: a CUDA graph can capture all of it.
+`measure` and `renormalize` (kept.py) are for rows that ask what their filters keep. Nothing waits for the host or
+depends on its values: a CUDA graph can capture all of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from toka_async.kernels.sampling.candidates import gather
 from toka_async.kernels.sampling.draw import draw
-from toka_async.kernels.sampling.kept import measure
+from toka_async.kernels.sampling.kept import measure, renormalize
 from toka_async.kernels.sampling.reject import reject
 from toka_async.kernels.sampling.row import LINE, NUM_STATS
 from toka_async.kernels.sampling.stats import chunk_sums, pilot, repair
@@ -127,6 +127,20 @@ class SamplingKernels:
         kept = torch.empty(len(slots), dtype=torch.int32, device=logits.device)
         masses = torch.empty(len(slots), dtype=torch.float32, device=logits.device)
         return *self._draw(logits, slots, contexts, table, masks, (kept, masses)), kept, masses
+
+    def renormalize(self, kept: Tensor, masses: Tensor, logprobs: Tensor, top_values: Tensor) -> None:
+        """Has log-probs be those of the tokens that filters keep, in place, for rows that ask for it.
+
+        Args:
+            kept, masses, logprobs: of `draw_measured`.
+            top_values: float32 [s, k], contiguous, log-probs before filters of the likeliest tokens, likeliest first.
+        """
+        num_rows, num_top = top_values.shape
+        if num_rows:
+            padded_top = triton.next_power_of_2(num_top)
+            renormalize[(num_rows,)](
+                kept, masses, logprobs, top_values, num_top=num_top, padded_top=padded_top, num_warps=1
+            )
 
     def _draw(
         self,

@@ -122,3 +122,19 @@ def test_a_row_without_finite_logits_keeps_nothing(kernels: SamplingKernels, dev
     assert logprobs.isfinite().all()
     assert kept.tolist() == [0]
     assert masses.tolist() == [1.0]
+
+
+def test_log_probs_of_what_filters_keep(kernels: SamplingKernels, device: torch.device) -> None:
+    """Rows that do not ask keep theirs, whatever is there: also no likeliest tokens that anybody has stored."""
+    kept = torch.tensor([0, 2, 1, 7], dtype=torch.int32, device=device)
+    masses = torch.tensor([1.0, 0.5, 1.0, 0.25], device=device)
+    logprobs = torch.tensor([-1.0, -1.5, -0.5, -3.0], device=device)
+    tops = torch.tensor([[torch.inf, -1, -9], [-1, -2, -3], [-0.5, -4, -5], [-2, -2.5, -3]], device=device)
+    before, least = (logprobs.clone().cpu(), tops.clone().cpu()), torch.finfo(torch.float32).min
+    kernels.renormalize(kept, masses, logprobs, tops)
+    half, quarter = np.log(0.5), np.log(0.25)
+    torch.testing.assert_close(logprobs.cpu(), before[0] - torch.tensor([0.0, half, 0.0, quarter], dtype=torch.float32))
+    expected = [[torch.inf, -1, -9], [-1 - half, -2 - half, least], [-0.5, least, least]]
+    torch.testing.assert_close(tops[:3].cpu(), torch.tensor(expected, dtype=torch.float32))
+    torch.testing.assert_close(tops[3].cpu(), (before[1][3] - quarter).float())
+    kernels.renormalize(kept[:0], masses[:0], logprobs[:0], tops[:0])
