@@ -28,11 +28,11 @@ def list_dense_choices(ops: FusedOps, group: MatrixGroup, counts: RowCounts) -> 
     use, most = group.use, counts.most
     weights = [matrix.plain for matrix in group.matrices if matrix.plain is not None]
     library = None if ops.products is None else ops.products.library.version
-    is_biased = use.matrix.bias is not None
-    if ops.products is not None and not is_biased:
+    bias = use.matrix.bias
+    if ops.products is not None and bias is None:
         sizes = counts.exact or list_product_sizes(counts.graphs, most)
         yield AlgorithmChoice(ops.products, weights, use.adds, sizes)
-    if ops.gates is not None and use.activation is not None and not is_biased:
+    if ops.gates is not None and use.activation is not None and bias is None:
         separately = partial(_compute_separately, ops, use.activation)
         sizes = counts.exact or list_gated_sizes(most)
         tiles = GatedTileChoice(ops.gates, weights, use.activation, sizes, separately, library)
@@ -42,19 +42,28 @@ def list_dense_choices(ops: FusedOps, group: MatrixGroup, counts: RowCounts) -> 
         finish = use.activation or (ADD if use.adds else STORE)
         is_normed = use.normed and weights[0].dtype in NORMED_DTYPES
         norm = (weights[0].new_ones(weights[0].shape[1]), 1e-5) if is_normed else None
-        usual = partial(compute_usually, FusedOps(ops.products, ops.gates), finish, norm)
-        yield FewRowsChoice(ops.few_rows, weights, finish, list_few_rows_sizes(most), usual, library, norm)
+        usual = partial(compute_usually, FusedOps(ops.products, ops.gates), finish, norm, bias=bias)
+        sizes = list_few_rows_sizes(most)
+        yield FewRowsChoice(ops.few_rows, weights, finish, sizes, usual, library, norm, bias=bias)
 
 
 def _compute_separately(ops: FusedOps, activation: str, x: Tensor, weight: Tensor) -> Tensor:
     return ops.gate(ops.linear(x, weight), activation)
 
 
-def compute_usually(ops: FusedOps, finish: str, norm: Norm | None, x: Tensor, weight: Tensor, output: Tensor) -> None:
+def compute_usually(
+    ops: FusedOps,
+    finish: str,
+    norm: Norm | None,
+    x: Tensor,
+    weight: Tensor,
+    output: Tensor,
+    bias: Tensor | None = None,
+) -> None:
     """Computes a product of few rows without our kernel for it. output: what is added to, if any."""
     if finish == ADD:
-        ops.add_linear(output, x, weight, None)
+        ops.add_linear(output, x, weight, bias)
     elif finish == STORE:
-        ops.linear(x, weight, None, norm)
+        ops.linear(x, weight, bias, norm)
     else:
-        ops.gated_linear(x, weight, None, finish, norm)
+        ops.gated_linear(x, weight, bias, finish, norm)

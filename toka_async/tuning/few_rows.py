@@ -36,7 +36,7 @@ class FewRowsChoice:
 
     weights: of one shape and use, of several layers, used in turn. finish: see `FINISHES`. usual: computes from x and a
     weight, adding to the output or into one of its own. library: version of the cuBLASLt that it calls. norm: of x,
-    which both ways compute; its weight [k]. dtype: of x; None: the weights'.
+    which both ways compute; its weight [k]. dtype: of x; None: the weights'. bias: [n], of our kernel's products.
     """
 
     name = "few-rows"
@@ -54,6 +54,7 @@ class FewRowsChoice:
         tiles: Sequence[FewRowsTile] = TILES,
         clock: CallClock = time_products,
         dtype: torch.dtype | None = None,
+        bias: Tensor | None = None,
     ) -> None:
         self._products = products
         self._weights = weights
@@ -62,6 +63,7 @@ class FewRowsChoice:
         self._usual = usual
         self._library = library
         self._norm = norm
+        self._bias = bias
         self._tiles = tiles
         self._clock = clock
         self._dtype = weights[0].dtype if dtype is None else dtype
@@ -72,6 +74,7 @@ class FewRowsChoice:
             "finish": self._finish,
             "library": self._library,
             "norm": self._norm is not None,
+            "bias": self._bias is not None,
             "tiles": [repr(tile) for tile in self._tiles],
         }
 
@@ -93,7 +96,7 @@ class FewRowsChoice:
             for tile in self._tiles:
                 if self._is_built(tile, *operands):
                     tiles.append(tile)
-                    ways.append(partial(self._products.run, self._finish, tile, norm=self._norm))
+                    ways.append(partial(self._products.run, self._finish, tile, bias=self._bias, norm=self._norm))
             chosen.append(tiles[find_fastest(ways, self._weights, [operands], self._clock)])
         return chosen
 
@@ -107,7 +110,8 @@ class FewRowsChoice:
         x, output = next(self._make_operands())
         operands, can_run = (x, self._weights[0], output), self._products.can_run
         fitting = [tile for tile in self._tiles if can_run(self._finish, tile, *operands[:2])]
-        return [partial(self._products.run, self._finish, tile, *operands, norm=self._norm) for tile in fitting]
+        run = partial(self._products.run, self._finish, bias=self._bias, norm=self._norm)
+        return [partial(run, tile, *operands) for tile in fitting]
 
     def _name(self) -> tuple[str, str]:
         return " x ".join(map(str, self._weights[0].shape)), self._finish
@@ -117,7 +121,8 @@ class FewRowsChoice:
         weight = self._weights[0]
         if not self._products.can_run(self._finish, tile, x, weight):
             return False
-        reason = explain_unbuilt(partial(self._products.run, self._finish, tile, x, weight, output, norm=self._norm))
+        run = partial(self._products.run, self._finish, tile, x, weight, output, self._bias, self._norm)
+        reason = explain_unbuilt(run)
         if reason:
             logger.info("products of few rows: %s is not used here: %s", tile, reason)
         return not reason

@@ -76,6 +76,7 @@ def list_fp8_choices(ops: FusedOps, group: MatrixGroup, counts: RowCounts) -> It
             norm if is_normed else None,
             FEW_ROWS_TILES,
             dtype=dtype,
+            bias=use.matrix.bias,
         )
 
 

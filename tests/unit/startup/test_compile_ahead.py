@@ -135,11 +135,12 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_measurements_and_steps_find_their_kernels_compiled(tmp_path: Path) -> None:
-    """For the same types, alignments and constants as when they run; and none is compiled by two tasks."""
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+def test_measurements_and_steps_find_their_kernels_compiled(tmp_path: Path, family: str) -> None:
+    """For the same types, alignments and constants as when they run, with biases, too; and none by two tasks."""
     pytest.importorskip("triton")
     sizes = {"hidden_size": 1024, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = make_checkpoint(tmp_path / "model", "qwen3", head_dim=64, vocab_size=1024, num_hidden_layers=2, **sizes)
+    model = make_checkpoint(tmp_path / "model", family, head_dim=64, vocab_size=1024, num_hidden_layers=2, **sizes)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.processes.compile_ahead", str(model)],

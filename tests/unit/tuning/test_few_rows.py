@@ -113,6 +113,7 @@ def test_what_the_fastest_tiles_depend_on() -> None:
         "finish": STORE,
         "library": 13,
         "norm": False,
+        "bias": False,
         "tiles": [repr(ONE)],
     }
 

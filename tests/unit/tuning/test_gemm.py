@@ -61,11 +61,22 @@ class Log:
         self.measured: list[Asked] = []
         self.used: list[Asked] = []
         self.normed: list[tuple[int, ...]] = []
+        self.biased: list[tuple[int, ...]] = []
 
     def make(self, name: str) -> Callable[..., Recorded]:
-        def choice(_: object, weights: Sequence[Tensor], use: bool | str, sizes: Sequence[int], *rest: Any) -> Recorded:
+        def choice(
+            _: object,
+            weights: Sequence[Tensor],
+            use: bool | str,
+            sizes: Sequence[int],
+            *rest: Any,
+            bias: Tensor | None = None,
+        ) -> Recorded:
             if name == "few-rows" and rest[-1] is not None:
                 self.normed.append(tuple(weights[0].shape))
+            if bias is not None:
+                assert bias.shape == weights[0].shape[:1]
+                self.biased.append(tuple(weights[0].shape))
             return Recorded(name, self, (name, tuple(weights[0].shape), len(weights), use, list(sizes)))
 
         return choice
@@ -124,6 +135,7 @@ def test_few_rows_by_shape_and_finish(tmp_path: Path, log: Log, biased: bool) ->
         ("few-rows", (64, 96), "add"): (3, [1, 2, 4, 8, 16]),
         ("few-rows", (256, 64), "store"): (1, [1, 2, 4, 8, 16]),
     }
+    assert log.biased == ([(128, 64), (64, 64)] if biased else [])
 
 
 @pytest.mark.parametrize(
