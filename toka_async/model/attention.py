@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from toka_async.attention.base import AttentionBackend
@@ -81,7 +82,7 @@ class Attention(nn.Module):
             mixed = self.ops.apply_gates(mixed, projected[:, : self.num_gates])
         return mixed, residual
 
-    def uses(self, normed: bool) -> Iterator[MatrixUse]:
+    def uses(self, normed: torch.dtype | None) -> Iterator[MatrixUse]:
         yield MatrixUse(self.qkv, normed=normed)
 
     def parts(self) -> Iterator[tuple[str, WeightPart]]:

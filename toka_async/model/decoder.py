@@ -400,9 +400,9 @@ class Layer(nn.Module):
         return hidden, residual
 
     def uses(self) -> Iterator[MatrixUse]:
-        yield from self.mixer.uses(normed=self.feed.adds)  # of the layer before, which is like this one
+        yield from self.mixer.uses(find_normed(self.mixer_norm, self.feed.adds))  # of the layer before, like this one
         yield MatrixUse(self.mixer.output, adds=self.adds)
-        yield from self.feed.uses(normed=self.adds)
+        yield from self.feed.uses(find_normed(self.feed_norm, self.adds))
         if self.input is not None and self.is_alone:  # ranks must round alike, but each chooses its own fastest product
             yield from self.input.uses()
 
@@ -447,6 +447,14 @@ def _find_turn(spec: ModelSpec, number: int) -> tuple[RopeSpec | None, int]:
     mixer = spec.layers[number].mixer
     attention = mixer if isinstance(mixer, AttentionSpec) else spec.attention
     return attention.rope, attention.head_dim
+
+
+def find_normed(norm: RMSNorm | NoNorm, adds: bool) -> torch.dtype | None:
+    """Returns the dtype of the factors of a norm that is left to the product after it; None: of none.
+
+    adds: what comes before the norm is added to the residual already.
+    """
+    return norm.weight.dtype if adds and isinstance(norm, RMSNorm) else None
 
 
 def build_norm(spec: ModelSpec, ops: Ops) -> RMSNorm:

@@ -68,8 +68,8 @@ class DeltaNet(nn.Module):
         weights = DeltaWeights(self.convolution, self.log_decay, self.time_bias, self.norm, self.eps)
         return backend.states.compute(self.index, inputs, z, gates, weights), residual
 
-    def uses(self, normed: bool) -> Iterator[MatrixUse]:
-        yield MatrixUse(self.inputs, normed=normed and self.gates is None)
+    def uses(self, normed: torch.dtype | None) -> Iterator[MatrixUse]:
+        yield MatrixUse(self.inputs, normed=normed if self.gates is None else None)
         if self.gates is not None:
             yield MatrixUse(self.gates)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 from toka_async.checkpoint.layer_spec import DenseFeedSpec, LayerSpec
@@ -38,7 +39,7 @@ class DenseFeed(nn.Module):
         inner = layout.gated(rows, gate_up, self.activation, down)
         return layout.row(inner, down, residual) if self.may_add else (layout.sum(inner, down), residual)
 
-    def uses(self, normed: bool) -> Iterator[MatrixUse]:
+    def uses(self, normed: torch.dtype | None) -> Iterator[MatrixUse]:
         yield MatrixUse(self.gate_up, self.activation, normed=normed)
         yield MatrixUse(self.down, adds=self.adds)
 

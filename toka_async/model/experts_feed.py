@@ -186,7 +186,7 @@ class ExpertsFeed(nn.Module):
             down_bias=self.down.own_bias,
         )
 
-    def uses(self, normed: bool) -> Iterator[MatrixUse]:  # noqa: ARG002
+    def uses(self, normed: torch.dtype | None) -> Iterator[MatrixUse]:  # noqa: ARG002
         """Yields the router of a rank alone: several must round alike, but each chooses its own fastest product."""
         if self.is_alone:
             yield MatrixUse(self.router)

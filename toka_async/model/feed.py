@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from toka_async.checkpoint.experts_spec import ExpertsFeedSpec
@@ -40,8 +41,11 @@ class Feed(Protocol):
         """
         ...
 
-    def uses(self, normed: bool) -> Iterator[MatrixUse]:
-        """Yields how steps use the matrices. normed: the norm before them has nothing to add."""
+    def uses(self, normed: torch.dtype | None) -> Iterator[MatrixUse]:
+        """Yields how steps use the matrices.
+
+        normed: of the factors of the norm before them, if that has nothing to add.
+        """
         ...
 
     def parts(self) -> Iterator[tuple[str, WeightPart]]:

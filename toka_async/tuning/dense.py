@@ -40,8 +40,9 @@ def list_dense_choices(ops: FusedOps, group: MatrixGroup, counts: RowCounts) -> 
             yield tiles
     if ops.few_rows is not None and not counts.exact:
         finish = use.activation or (ADD if use.adds else STORE)
-        is_normed = use.normed and weights[0].dtype in NORMED_DTYPES
-        norm = (weights[0].new_ones(weights[0].shape[1]), 1e-5) if is_normed else None
+        norm: Norm | None = None
+        if use.normed is not None and weights[0].dtype in NORMED_DTYPES:
+            norm = weights[0].new_ones(weights[0].shape[1], dtype=use.normed), 1e-5
         usual = partial(compute_usually, FusedOps(ops.products, ops.gates), finish, norm, bias=bias)
         sizes = list_few_rows_sizes(most)
         yield FewRowsChoice(ops.few_rows, weights, finish, sizes, usual, library, norm, bias=bias)

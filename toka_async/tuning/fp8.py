@@ -63,9 +63,10 @@ def list_fp8_choices(ops: FusedOps, group: MatrixGroup, counts: RowCounts) -> It
             yield tiles
     if kernels.few_rows is not None and not counts.exact:
         finish = use.activation or (ADD if use.adds else STORE)
-        norm = (torch.ones(weights[0].shape[1], device=weights[0].device, dtype=dtype), 1e-5)
-        is_normed = use.normed and dtype in NORMED_DTYPES
-        usual = partial(_compute_quantized, ScaledKernels(products, kernels.gates), finish, norm if is_normed else None)
+        norm: Norm | None = None
+        if use.normed is not None and dtype in NORMED_DTYPES:
+            norm = torch.ones(weights[0].shape[1], device=weights[0].device, dtype=use.normed), 1e-5
+        usual = partial(_compute_quantized, ScaledKernels(products, kernels.gates), finish, norm)
         yield FewRowsChoice(
             kernels.few_rows,
             weights,
@@ -73,7 +74,7 @@ def list_fp8_choices(ops: FusedOps, group: MatrixGroup, counts: RowCounts) -> It
             list_few_rows_sizes(most),
             usual,
             library,
-            norm if is_normed else None,
+            norm,
             FEW_ROWS_TILES,
             dtype=dtype,
             bias=use.matrix.bias,

@@ -44,7 +44,7 @@ def _make_product(use: MatrixUse, most: int, dtype: torch.dtype, device: torch.d
     matrix = use.matrix
     n, k = matrix.shape
     x = torch.zeros(most, k, dtype=dtype, device=device)
-    norm = (x.new_ones(k), 1e-5) if use.normed else None  # of few rows it is part of the product
+    norm = None if use.normed is None else (x.new_ones(k, dtype=use.normed), 1e-5)  # part of products of few rows
     residual = torch.zeros(most, n, dtype=dtype, device=device) if use.adds else None
 
     def compute(num_rows: int) -> None:

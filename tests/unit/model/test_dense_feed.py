@@ -40,12 +40,12 @@ def test_the_feed_of_a_norm(with_hidden: bool) -> None:
 
 
 def test_what_is_added_in_place() -> None:
-    def uses(bias: bool, size: int = 1) -> list[tuple[str | None, bool, bool]]:
-        def of_rank(comm: object) -> list[tuple[str | None, bool, bool]]:
+    def uses(bias: bool, size: int = 1) -> list[tuple[str | None, bool, torch.dtype | None]]:
+        def of_rank(comm: object) -> list[tuple[str | None, bool, torch.dtype | None]]:
             feed = DenseFeed(layer_of(bias), 4, comm, OPS)  # type: ignore[arg-type]
-            return [(use.activation, use.adds, use.normed) for use in feed.uses(normed=True)]
+            return [(use.activation, use.adds, use.normed) for use in feed.uses(torch.float32)]
 
         return run_ranks(size, of_rank)[0]
 
-    assert uses(bias=False) == [("silu", False, True), (None, True, False)]
-    assert uses(bias=True) == uses(bias=False, size=2) == [("silu", False, True), (None, False, False)]
+    assert uses(bias=False) == [("silu", False, torch.float32), (None, True, None)]
+    assert uses(bias=True) == uses(bias=False, size=2) == [("silu", False, torch.float32), (None, False, None)]

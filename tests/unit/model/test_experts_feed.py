@@ -73,7 +73,7 @@ def test_what_each_of_four_ranks_holds(
 @pytest.mark.parametrize("size", [1, 2])
 def test_several_ranks_leave_their_router_to_torch(size: int) -> None:
     """Ranks whose routers rounded otherwise would choose other experts for the same token."""
-    for num_uses in run_ranks(size, lambda comm: len([*ExpertsFeed(layer_of(), 6, comm, OPS).uses(normed=False)])):
+    for num_uses in run_ranks(size, lambda comm: len([*ExpertsFeed(layer_of(), 6, comm, OPS).uses(normed=None)])):
         assert num_uses == (size == 1)
 
 

@@ -56,7 +56,7 @@ def test_what_is_chosen_goes_by_use() -> None:
     ops, _ = make_ops(FakeLibrary({}))
     product, gated, few = "scaled-product", "scaled-gated-product", "few-rows"
     assert list_names(ops, MatrixUse(matrix), counts) == [product, few]
-    assert list_names(ops, MatrixUse(matrix, "silu", normed=True), counts) == [product, gated, few]
+    assert list_names(ops, MatrixUse(matrix, "silu", normed=torch.bfloat16), counts) == [product, gated, few]
     assert list_names(ops, MatrixUse(matrix, "silu"), RowCounts(64, exact=(64,))) == [product, gated]
     assert list_names(ops, MatrixUse(make("fp8/block", bias=True), "silu"), counts) == [product, few]
     assert list_names(make_ops(gates=False)[0], MatrixUse(matrix, "silu"), counts) == [few]
@@ -120,7 +120,7 @@ def test_gated_tiles_are_chosen_for_quantized_rows(kind: str) -> None:
 
 def test_few_rows_are_chosen_for_rows_as_they_are() -> None:
     ops, kernels = make_ops()
-    use = MatrixUse(make("fp8/channel", ops), normed=True)
+    use = MatrixUse(make("fp8/channel", ops), normed=torch.bfloat16)
     *_, choice = list_fp8_choices(ops, MatrixGroup(use, [use.matrix]), RowCounts(2))
     assert isinstance(choice, FewRowsChoice)
     facts = choice.describe()

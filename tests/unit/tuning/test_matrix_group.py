@@ -22,5 +22,13 @@ def test_matrices_that_are_used_alike_are_asked_for_once(tmp_path: Path) -> None
     ]  # fmt: skip
     assert [group.use.activation for group in groups] == [None, None, "silu", None, None]
     assert [group.use.adds for group in groups] == [False, True, False, True, False]
-    assert [group.use.normed for group in groups] == [True, False, True, False, False]
+    assert [group.use.normed for group in groups] == [torch.float32, None, torch.float32, None, None]
     assert [group.use.of_samples for group in groups] == [False] * 4 + [True]
+
+
+def test_norms_whose_factors_are_wider_than_the_rest(tmp_path: Path) -> None:
+    """Those that add one to a checkpoint's weights, which would round the sums."""
+    for family, normed in (("llama", torch.bfloat16), ("qwen3_5_text", torch.float32)):
+        spec = read_spec(make_checkpoint(tmp_path / family, family))
+        groups = group_matrices(build_decoder(spec, torch.bfloat16, torch.device("meta")))
+        assert {group.use.normed for group in groups} == {None, normed}

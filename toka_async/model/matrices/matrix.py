@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from toka_async.checkpoint.matrix_spec import MatrixSpec
@@ -95,12 +96,12 @@ class Matrix(Protocol):
 class MatrixUse:
     """How steps use a matrix, on which its fastest product depends.
 
-    activation: of a product that is gated. adds: the product is added to the residual in place. normed: the norm of the
-    input is left to the product. of_samples: only rows that are sampled are multiplied.
+    activation: of a product that is gated. adds: the product is added to the residual in place. normed: of the factors
+    of the input's norm, if that is left to the product. of_samples: only rows that are sampled are multiplied.
     """
 
     matrix: Matrix
     activation: str | None = None
     adds: bool = False
-    normed: bool = False
+    normed: torch.dtype | None = None
     of_samples: bool = False
