@@ -375,7 +375,8 @@ class ScheduleConfig(Section, frozen=True, kw_only=True):
         Annotated[float, Meta(ge=0, le=60000)] | Auto,
         Meta(
             description="milliseconds of a step that computes prompts, as far as can be foretold and decoding leaves "
-            "time; auto: 125, and while a client reads a stream at most 40, and less where few rows decode; 0: no limit"
+            "time; auto: 125, and while a client reads a stream at most 40, and less where steps without prompts are "
+            "short; 0: no limit"
         ),
     ] = "auto"
     steps_ahead: Annotated[

@@ -169,7 +169,7 @@ class FusedOps:
     ) -> tuple[Tensor | None, Tensor]:
         """Adds x Wᵀ to the residual as the product is written, which halves the reads of the norm after it."""
         if bias is not None:
-            return F.linear(x, weight, bias), residual
+            return self.linear(x, weight, bias), residual
         if self._compute_few(ADD, x, weight, None, residual) is not None:
             return None, residual
         if self.products is None:

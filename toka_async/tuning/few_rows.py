@@ -73,7 +73,7 @@ class FewRowsChoice:
             **describe_weights(self._weights, self._sizes),
             "finish": self._finish,
             "library": self._library,
-            "norm": self._norm is not None,
+            "norm": None if self._norm is None else str(self._norm[0].dtype),
             "bias": self._bias is not None,
             "tiles": [repr(tile) for tile in self._tiles],
         }

@@ -66,7 +66,8 @@ def list_fp8_choices(ops: FusedOps, group: MatrixGroup, counts: RowCounts) -> It
         norm: Norm | None = None
         if use.normed is not None and dtype in NORMED_DTYPES:
             norm = torch.ones(weights[0].shape[1], device=weights[0].device, dtype=use.normed), 1e-5
-        usual = partial(_compute_quantized, ScaledKernels(products, kernels.gates), finish, norm)
+        bias = use.matrix.bias
+        usual = partial(_compute_quantized, ScaledKernels(products, kernels.gates), finish, norm, bias)
         yield FewRowsChoice(
             kernels.few_rows,
             weights,
@@ -77,7 +78,7 @@ def list_fp8_choices(ops: FusedOps, group: MatrixGroup, counts: RowCounts) -> It
             norm,
             FEW_ROWS_TILES,
             dtype=dtype,
-            bias=use.matrix.bias,
+            bias=bias,
         )
 
 
@@ -157,13 +158,24 @@ class ScaledTileChoice(GatedTileChoice):
 
 
 def _gate_separately(
-    kernels: ScaledKernels, activation: str, dtype: torch.dtype, rows: Quantized, weight: ScaledWeight
+    kernels: ScaledKernels,
+    activation: str,
+    dtype: torch.dtype,
+    rows: Quantized,
+    weight: ScaledWeight,
+    bias: Tensor | None = None,
 ) -> None:
-    kernels.quantize_gate(kernels.linear(rows, weight, dtype, None), activation, weight.by_block)
+    kernels.quantize_gate(kernels.linear(rows, weight, dtype, bias), activation, weight.by_block)
 
 
 def _compute_quantized(
-    kernels: ScaledKernels, finish: str, norm: Norm | None, x: Tensor, weight: ScaledWeight, output: Tensor
+    kernels: ScaledKernels,
+    finish: str,
+    norm: Norm | None,
+    bias: Tensor | None,
+    x: Tensor,
+    weight: ScaledWeight,
+    output: Tensor,
 ) -> None:
     """Computes a product of few rows without our kernel for it, as `Fp8Matrix` does."""
     if norm is None:
@@ -173,6 +185,6 @@ def _compute_quantized(
     if finish == ADD:
         kernels.add(output, rows, weight)
     elif finish == STORE:
-        kernels.linear(rows, weight, x.dtype, None)
-    elif kernels.gated_linear(rows, weight, x.dtype, finish) is None:
-        _gate_separately(kernels, finish, x.dtype, rows, weight)
+        kernels.linear(rows, weight, x.dtype, bias)
+    elif bias is not None or kernels.gated_linear(rows, weight, x.dtype, finish) is None:
+        _gate_separately(kernels, finish, x.dtype, rows, weight, bias)

@@ -112,7 +112,7 @@ def test_what_the_fastest_tiles_depend_on() -> None:
         "sizes": [1, 4],
         "finish": STORE,
         "library": 13,
-        "norm": False,
+        "norm": None,
         "bias": False,
         "tiles": [repr(ONE)],
     }

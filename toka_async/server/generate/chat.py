@@ -355,6 +355,8 @@ class ChatAnswer:
         return None if run.generation.include_usage else UNSET
 
     def logprobs(self, run: Run, rows: TokenRows) -> ChatLogprobs | None:
+        if not wants_json_logprobs(run.generation):
+            return None
         return self.chunk_logprobs(run, 0, rows.token_ids.tolist(), rows.list_scores(), [])
 
     def chunk_logprobs(

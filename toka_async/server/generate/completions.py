@@ -169,11 +169,13 @@ class CompletionAnswer:
     def chunks(
         self, run: Run, prompt: int, sample: int, piece: Piece, reason: Reason, stop: str | int | None
     ) -> list[Completion]:
-        token_ids, scores = piece.rows.token_ids.tolist(), piece.rows.list_scores()
+        token_ids, logprobs = piece.rows.token_ids.tolist(), None
+        if wants_json_logprobs(run.generation):
+            logprobs = self.chunk_logprobs(run, prompt, token_ids, piece.rows.list_scores(), piece.offsets)
         choice = CompletionChoice(
             index=prompt * run.generation.n + sample,
             text=piece.text,
-            logprobs=self.chunk_logprobs(run, prompt, token_ids, scores, piece.offsets),
+            logprobs=logprobs,
             finish_reason=FINISH[reason],
             stop_reason=stop,
             token_ids=token_ids if run.generation.return_token_ids else UNSET,

@@ -80,7 +80,7 @@ def legacy_name(tokenizer: Tokenizer, token_id: int) -> str:
 def legacy_logprobs(
     names: TokenNames, token_ids: Sequence[int], scores: Sequence[Score], offsets: Sequence[int], num_top: int
 ) -> CompletionLogprobs:
-    """`logprobs` of a completion's tokens; the chosen one is in `top_logprobs` in any case, with its own log-prob.
+    """`logprobs` of a completion's tokens; the chosen one is in `top_logprobs` in any case.
 
     Args:
         offsets: where each token begins in the choice's text.
