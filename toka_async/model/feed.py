@@ -44,7 +44,7 @@ class Feed(Protocol):
     def uses(self, normed: torch.dtype | None) -> Iterator[MatrixUse]:
         """Yields how steps use the matrices.
 
-        normed: of the factors of the norm before them, if that has nothing to add.
+        normed: the dtype of the factors of the norm before them, if that norm has nothing to add; otherwise None.
         """
         ...
 

@@ -49,7 +49,7 @@ class Mixer(Protocol):
     def uses(self, normed: torch.dtype | None) -> Iterator[MatrixUse]:
         """Yields how steps use the matrices but the output.
 
-        normed: of the factors of the norm before them, if that has nothing to add.
+        normed: the dtype of the factors of the norm before them, if that norm has nothing to add; otherwise None.
         """
         ...
 

@@ -36,7 +36,7 @@ class FewRowsChoice:
 
     weights: of one shape and use, of several layers, used in turn. finish: see `FINISHES`. usual: computes from x and a
     weight, adding to the output or into one of its own. library: version of the cuBLASLt that it calls. norm: of x,
-    which both ways compute; its weight [k]. dtype: of x; None: the weights'. bias: [n], of our kernel's products.
+    which both ways compute; its weight [k]. dtype: of x; None: the weights'. bias: [n], which both ways add.
     """
 
     name = "few-rows"

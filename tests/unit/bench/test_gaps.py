@@ -30,7 +30,7 @@ def test_a_limit_shortens_gaps_and_costs_little(capsys: pytest.CaptureFixture[st
 
 
 def test_auto_is_shorter_where_somebody_streams(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is 40 ms there, and at most eight steps without prompts, in which what a step takes by itself counts half."""
+    """It is 40 ms there, or less: eight times a step without prompts, where its constant part counts half."""
     for step_ms, expected in (("1", 13), ("10", 40)):
         found = measure(capsys, *SMALL, "--limits", "auto", "--token-us", "100", "--step-ms", step_ms)
         assert found["users", "auto"].prompt_steps[0] == pytest.approx(expected, rel=0.1)

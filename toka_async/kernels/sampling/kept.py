@@ -2,7 +2,7 @@
 
 Rows that their candidates settle are measured by these. For others the smallest logit that is kept is found in passes
 over the row. Runs on the sums and candidates of a draw, before it sets the seen bits of what it draws. Afterwards
-`renormalize` has the row's log-probs be those of what is kept.
+`renormalize` changes the row's log-probs to those of what is kept.
 """
 
 from __future__ import annotations

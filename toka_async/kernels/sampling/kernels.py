@@ -129,7 +129,7 @@ class SamplingKernels:
         return *self._draw(logits, slots, contexts, table, masks, (kept, masses)), kept, masses
 
     def renormalize(self, kept: Tensor, masses: Tensor, logprobs: Tensor, top_values: Tensor) -> None:
-        """Has log-probs be those of the tokens that filters keep, in place, for rows that ask for it.
+        """Changes log-probs in place to those of the tokens that filters keep, for rows that ask what they keep.
 
         Args:
             kept, masses, logprobs: of `draw_measured`.

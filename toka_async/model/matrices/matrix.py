@@ -96,8 +96,9 @@ class Matrix(Protocol):
 class MatrixUse:
     """How steps use a matrix, on which its fastest product depends.
 
-    activation: of a product that is gated. adds: the product is added to the residual in place. normed: of the factors
-    of the input's norm, if that is left to the product. of_samples: only rows that are sampled are multiplied.
+    activation: of a product that is gated. adds: the product is added to the residual in place. normed: the dtype of
+    the factors of the input's norm, if that norm is left to the product; otherwise None. of_samples: only rows that are
+    sampled are multiplied.
     """
 
     matrix: Matrix

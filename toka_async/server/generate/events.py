@@ -114,7 +114,7 @@ class StreamEvents:
             self._texts = JsonTexts(service.tokenizer, run.options.skip_special_tokens, firsts)
         self._num_begun = [0] * num_prompts
         self._prefixes: list[bytes | None] = [None] * (num_prompts * generation.n)
-        self._middle = self._suffix = b""  # of events of one sample; before and after log-probs
+        self._middle = self._suffix = b""  # what an event has after its text: before and after its log-probs
         self._prompts_due = {*range(len(self._prefixes))} if generation.return_token_ids else set()
         is_cheap = self._is_plain and not (self._has_stops or self._has_logprobs)
         self.most_tokens = MOST_PLAIN_TOKENS if is_cheap else MOST_TOKENS

@@ -89,12 +89,11 @@ def legacy_logprobs(
     tokens: list[str] = []
     logprobs: list[float | None] = []
     top: list[dict[str, float] | None] = []
-    for token_id, (logprob, top_ids, values) in zip(token_ids, scores, strict=True):
-        name, own = names[token_id], max(logprob, LEAST)
+    for token_id, score in zip(token_ids, scores, strict=True):
+        name, (own, pairs) = names[token_id], shown_score(token_id, score, num_top)
         entry: dict[str, float] = {}
-        for top_id, value in zip(top_ids[:num_top], at_least(values[:num_top]), strict=True):
-            # Likeliest first, so that it keeps a name that tokens share.
-            entry.setdefault(names[top_id], own if top_id == token_id else value)
+        for top_id, value in pairs:
+            entry.setdefault(names[top_id], value)  # likeliest first, so that it keeps a name that tokens share
         entry.setdefault(name, own)
         tokens.append(name)
         logprobs.append(own)
@@ -102,16 +101,23 @@ def legacy_logprobs(
     return CompletionLogprobs(tokens=tokens, token_logprobs=logprobs, top_logprobs=top, text_offset=list(offsets))
 
 
-def at_least(values: list[float]) -> list[float]:
-    """Log-probs of the likeliest tokens, likeliest first, with LEAST for minus infinity."""
-    return [max(value, LEAST) for value in values] if values and values[-1] < LEAST else values
+def shown_score(token_id: int, score: Score, num_top: int) -> tuple[float, list[tuple[int, float]]]:
+    """A token's log-prob, and `num_top` of the likeliest tokens with theirs, likeliest first.
+
+    Among these the token has exactly its own log-prob: clients compare the two.
+    """
+    logprob, top_ids, values = score
+    own, top_ids, values = max(logprob, LEAST), top_ids[:num_top], values[:num_top]
+    if values and values[-1] < LEAST:  # the smallest
+        values = [max(value, LEAST) for value in values]
+    pairs = zip(top_ids, values, strict=True)
+    return own, [(top_id, own if top_id == token_id else value) for top_id, value in pairs]
 
 
 def likeliest(rows: TokenRows, num_top: int) -> Iterator[list[tuple[int, float]]]:
-    """The likeliest tokens at each place. The chosen one has exactly its own log-prob: clients compare the two."""
-    for token_id, (logprob, top_ids, values) in zip(rows.token_ids.tolist(), rows.list_scores(), strict=True):
-        own, pairs = max(logprob, LEAST), zip(top_ids[:num_top], at_least(values[:num_top]), strict=True)
-        yield [(top_id, own if top_id == token_id else value) for top_id, value in pairs]
+    """The likeliest tokens at each place, as `shown_score`."""
+    for token_id, score in zip(rows.token_ids.tolist(), rows.list_scores(), strict=True):
+        yield shown_score(token_id, score, num_top)[1]
 
 
 def prompt_rows(prompt: Int32, prefilled: Prefilled, width: int) -> TokenRows:
@@ -198,12 +204,12 @@ def text_offsets(
 def chat_logprobs(names: ChatNames, token_ids: Sequence[int], scores: Sequence[Score], num_top: int) -> ChatLogprobs:
     """`logprobs` of a chat's tokens."""
     content: list[TokenLogprob] = []
-    for token_id, (logprob, top_ids, values) in zip(token_ids, scores, strict=True):
-        (name, raw), own = names[token_id], max(logprob, LEAST)
+    for token_id, score in zip(token_ids, scores, strict=True):
+        (name, raw), (own, pairs) = names[token_id], shown_score(token_id, score, num_top)
         top: list[TopLogprob] = []
-        for top_id, value in zip(top_ids[:num_top], at_least(values[:num_top]), strict=True):
+        for top_id, value in pairs:
             top_name, top_raw = names[top_id]
-            top.append(TopLogprob(token=top_name, logprob=own if top_id == token_id else value, bytes=top_raw))
+            top.append(TopLogprob(token=top_name, logprob=value, bytes=top_raw))
         content.append(TokenLogprob(token=name, logprob=own, bytes=raw, top_logprobs=top))
     return ChatLogprobs(content=content)
 

@@ -88,7 +88,7 @@ class SampleStream:
 
     Attributes:
         num_tokens: tokens kept so far.
-        num_chars: of the text that the tokens so far have, whether sent or held back, if offsets or stop strings count.
+        num_chars: of the text of these tokens, whether sent or held back; counted for offsets and stop strings alone.
     """
 
     __slots__ = ("_detokenizer", "_filter", "_options", "num_chars", "num_tokens")
