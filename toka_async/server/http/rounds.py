@@ -1,4 +1,4 @@
-"""Sends what streams have to say in rounds, so that the event loop has time left however many streams there are."""
+"""Sends what streams have to say in rounds, so that events share their cost however many streams there are."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Callable
 from time import monotonic
 
 MOST_SECONDS = 0.025  # the longest wait between two rounds; readers do not notice it
+EVENT_SECONDS = 25e-6  # of sending an event, whatever it says
 
 
 class Rounds:
     """Calls functions that each send one stream's events.
 
-    After a round, the next waits for as long as the round took, MOST_SECONDS at most, so that sending takes about half
-    of a busy event loop's time. uvloop waits for whole milliseconds, so no wait follows a round of less than half a
-    millisecond, as few streams need. What a stream says meanwhile shares an event, which costs the loop and the client
-    little more than an event of one token.
+    After a round, the next waits for as long as the round took, MOST_SECONDS at most. What a stream says meanwhile
+    shares an event, which costs the loop and the client little more than an event of one token. Tokens with log-probs
+    cost much themselves, of which a wait saves nothing: so it is EVENT_SECONDS for each stream at most. uvloop waits
+    for whole milliseconds, so that no wait of less than half of one follows a round, as few streams need.
     """
 
     def __init__(self) -> None:
@@ -38,4 +39,4 @@ class Rounds:
                 context = {"message": "a stream's events could not be sent", "exception": error}
                 asyncio.get_running_loop().call_exception_handler(context)
         end = monotonic()
-        self._earliest = end + min(end - begin, MOST_SECONDS)
+        self._earliest = end + min(end - begin, EVENT_SECONDS * len(waiting), MOST_SECONDS)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
+from typing import Any
 
-from toka_async.server.http.rounds import MOST_SECONDS, Rounds
+import pytest
+
+from toka_async.server.http.rounds import EVENT_SECONDS, MOST_SECONDS, Rounds
 
 
 async def test_all_that_waits_is_sent_in_a_later_turn() -> None:
@@ -15,33 +17,41 @@ async def test_all_that_waits_is_sent_in_a_later_turn() -> None:
     assert sent == ["a", "b"]
 
 
-async def test_the_next_round_waits_for_as_long_as_the_last_one_took() -> None:
-    """The clock is the machine's: what is tested is that no round begins sooner, however slow the machine."""
-    rounds, begins, ends = Rounds(), list[float](), list[float]()
+@pytest.mark.parametrize(
+    ("num_streams", "took", "waits"),
+    [
+        (1000, 0.010, 0.010),  # as long as it took
+        (1000, 1.0, MOST_SECONDS),  # no longer than readers notice
+        (64, 0.010, 64 * EVENT_SECONDS),  # no longer than further events would take: tokens took the time
+        (1, 0.0, 0.0),
+    ],
+)
+async def test_a_round_delays_the_next(
+    num_streams: int, took: float, waits: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, delays, sent = [100.0], list[float](), list[float]()
+    monkeypatch.setattr("toka_async.server.http.rounds.monotonic", lambda: now[0])
+    loop = asyncio.get_running_loop()
+    call_later = loop.call_later
+
+    def note(delay: float, *call: Any) -> asyncio.TimerHandle:
+        delays.append(delay)
+        return call_later(0, *call)
+
+    monkeypatch.setattr(loop, "call_later", note)
 
     def send() -> None:
-        begins.append(time.monotonic())
-        time.sleep(0.01)
-        ends.append(time.monotonic())
+        now[0] += took / num_streams
+        sent.append(now[0])
 
-    for _ in range(3):
-        before = len(ends)
-        rounds.add(send)
-        while len(ends) == before:
-            await asyncio.sleep(0.001)
-    waits = [begin - end for begin, end in zip(begins[1:], ends[:-1], strict=True)]
-    assert min(waits) >= 0.009
-
-
-async def test_a_long_round_delays_the_next_no_more_than_a_reader_notices() -> None:
-    rounds, begins = Rounds(), list[float]()
-    rounds.add(lambda: time.sleep(10 * MOST_SECONDS))
-    await asyncio.sleep(0.001)
-    asked = time.monotonic()
-    rounds.add(lambda: begins.append(time.monotonic()))
-    while not begins:
-        await asyncio.sleep(0)
-    assert begins[0] - asked < 9 * MOST_SECONDS
+    rounds = Rounds()
+    for _ in range(2):
+        for _ in range(num_streams):
+            rounds.add(send)
+        while len(sent) < num_streams:
+            await asyncio.sleep(0)
+        sent.clear()
+    assert delays == pytest.approx([0.0, waits])
 
 
 async def test_an_error_is_reported_and_ends_nothing_else() -> None:
