@@ -90,10 +90,12 @@ def legacy_logprobs(
     logprobs: list[float | None] = []
     top: list[dict[str, float] | None] = []
     for token_id, score in zip(token_ids, scores, strict=True):
-        name, (own, pairs) = names[token_id], shown_score(token_id, score, num_top)
-        entry: dict[str, float] = {}
-        for top_id, value in pairs:
-            entry.setdefault(names[top_id], value)  # likeliest first, so that it keeps a name that tokens share
+        name, (own, top_ids, values) = names[token_id], shown_score(token_id, score, num_top)
+        entry = dict(zip(map(names.__getitem__, top_ids), values, strict=True))
+        if len(entry) < len(values):  # tokens share a name: the likeliest keeps it
+            entry = {}
+            for top_id, value in zip(top_ids, values, strict=True):
+                entry.setdefault(names[top_id], value)
         entry.setdefault(name, own)
         tokens.append(name)
         logprobs.append(own)
@@ -101,7 +103,7 @@ def legacy_logprobs(
     return CompletionLogprobs(tokens=tokens, token_logprobs=logprobs, top_logprobs=top, text_offset=list(offsets))
 
 
-def shown_score(token_id: int, score: Score, num_top: int) -> tuple[float, list[tuple[int, float]]]:
+def shown_score(token_id: int, score: Score, num_top: int) -> Score:
     """A token's log-prob, and `num_top` of the likeliest tokens with theirs, likeliest first.
 
     Among these the token has exactly its own log-prob: clients compare the two.
@@ -110,14 +112,16 @@ def shown_score(token_id: int, score: Score, num_top: int) -> tuple[float, list[
     own, top_ids, values = max(logprob, LEAST), top_ids[:num_top], values[:num_top]
     if values and values[-1] < LEAST:  # the smallest
         values = [max(value, LEAST) for value in values]
-    pairs = zip(top_ids, values, strict=True)
-    return own, [(top_id, own if top_id == token_id else value) for top_id, value in pairs]
+    if token_id in top_ids:
+        values[top_ids.index(token_id)] = own
+    return own, top_ids, values
 
 
 def likeliest(rows: TokenRows, num_top: int) -> Iterator[list[tuple[int, float]]]:
-    """The likeliest tokens at each place, as `shown_score`."""
+    """The likeliest tokens at each place with their log-probs, as `shown_score` shows them."""
     for token_id, score in zip(rows.token_ids.tolist(), rows.list_scores(), strict=True):
-        yield shown_score(token_id, score, num_top)[1]
+        _, top_ids, values = shown_score(token_id, score, num_top)
+        yield list(zip(top_ids, values, strict=True))
 
 
 def prompt_rows(prompt: Int32, prefilled: Prefilled, width: int) -> TokenRows:
@@ -205,9 +209,9 @@ def chat_logprobs(names: ChatNames, token_ids: Sequence[int], scores: Sequence[S
     """`logprobs` of a chat's tokens."""
     content: list[TokenLogprob] = []
     for token_id, score in zip(token_ids, scores, strict=True):
-        (name, raw), (own, pairs) = names[token_id], shown_score(token_id, score, num_top)
+        (name, raw), (own, top_ids, values) = names[token_id], shown_score(token_id, score, num_top)
         top: list[TopLogprob] = []
-        for top_id, value in pairs:
+        for top_id, value in zip(top_ids, values, strict=True):
             top_name, top_raw = names[top_id]
             top.append(TopLogprob(token=top_name, logprob=value, bytes=top_raw))
         content.append(TokenLogprob(token=name, logprob=own, bytes=raw, top_logprobs=top))

@@ -71,6 +71,17 @@ def test_tokens_named_by_their_ids() -> None:
     assert bytes(entry.bytes or []) == byte_level().token_bytes(7)
 
 
+def test_the_likeliest_keeps_a_name_that_tokens_share() -> None:
+    names = TokenNames(byte_level())
+    names.update({3: "own", 4: "x", 5: "y", 6: "x"})
+    got = legacy(names, rows([3], [-4.0], [[4, 5, 6]], [[-1.0, -2.0, -3.0]]), 3)
+    assert got.top_logprobs == [{"x": -1.0, "y": -2.0, "own": -4.0}]
+    assert got.top_logprobs[0] is not None
+    assert [*got.top_logprobs[0]] == ["x", "y", "own"]
+    names[3] = "x"
+    assert legacy(names, rows([3], [-4.0], [[4, 5]], [[-1.0, -2.0]]), 2).top_logprobs == [{"x": -1.0, "y": -2.0}]
+
+
 def test_minus_infinity_is_a_number() -> None:
     given = rows([5], [-np.inf], [[6, 7]], [[-1.0, -np.inf]])
     got = legacy(TokenNames(byte_level()), given, 2)
