@@ -116,3 +116,15 @@ def identity(comm: Comm, device: torch.device) -> VocabularyMatrix:
     own = slice(head.share.start, head.share.start + head.share.size)
     head.weight[: head.share.size] = torch.eye(VOCAB, device=device)[own]
     return head
+
+
+def list_likeliest(samples: Draws) -> dict[int, list[tuple[int, float]]]:
+    """The likeliest ids and their log-probs, in order, of each row that asks for any."""
+    found: dict[int, list[tuple[int, float]]] = {}
+    for top in samples.tops:
+        rows, ids, values = top.rows.tolist(), top.ids.tolist(), top.values.tolist()
+        for place, (row, n) in enumerate(zip(rows, top.counts.tolist(), strict=True)):
+            at = row if top.of_all else place
+            if n:
+                found[row] = list(zip(ids[at][:n], values[at][:n], strict=True))
+    return found

@@ -109,6 +109,7 @@ def test_kernels_are_compiled_once_while_weights_load(tmp_path: Path) -> None:
         "edit",
         "restore",
         "measure",
+        "renormalize",
     }, done.stdout
     layers = {"_append", "_add_norm", "_gate", "_rotation", "_begin", "_product", "_decode", "_divide"}
     assert ahead >= layers, done.stdout

@@ -26,11 +26,10 @@ class StepSpan:
 
 
 class StepClock:
-    """Times the steps of one device. copies: a stream beside the one that computes; None on a CPU."""
+    """Times the steps of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self.copies: torch.cuda.Stream | None = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
         self._last: StepSpan | None = None
 
     def begin(self) -> StepSpan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -23,25 +24,23 @@ def upload(columns: Sequence[npt.NDArray[np.integer]], device: torch.device) -> 
 class Download:
     """Copies tensors of one device, int32 or float32 of any shapes, to the host.
 
-    On a GPU they are packed into one tensor first, so that they can be overwritten at once.
+    A GPU copies in its stream's order, so that they can be overwritten at once. Tensors that lie in one memory are
+    copied as they lie there; others are packed into one tensor first.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None = None) -> None:
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
         self._event: torch.cuda.Event | None = None
         if not tensors:
             return
-        packed = torch.cat([tensor.reshape(-1).view(torch.int32) for tensor in tensors])
-        if stream is None:
-            self._host = packed.cpu()
+        packed, self._firsts = _pack(tensors)
+        if not packed.is_cuda:
+            self._host = packed.clone()
             return
-        self._packed = packed  # until the copy is done
         self._host = torch.empty(packed.numel(), dtype=torch.int32, pin_memory=True)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._host.copy_(packed, non_blocking=True)
-            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            self._event.record(stream)
+        self._host.copy_(packed, non_blocking=True)
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._event.record()
 
     def collect(self) -> list[npt.NDArray[Any]]:
         """Waits for the values. Returns arrays of the tensors' shapes, in order."""
@@ -49,9 +48,21 @@ class Download:
             return []
         if self._event is not None:
             self._event.synchronize()
-        packed, first, arrays = self._host.numpy(), 0, []
-        for shape, dtype in self._shapes:
+        packed, arrays = self._host.numpy(), []
+        for first, (shape, dtype) in zip(self._firsts, self._shapes, strict=True):
             part = packed[first : first + shape.numel()]
-            first += part.size
             arrays.append(part.view(np.float32 if dtype == torch.float32 else np.int32).reshape(shape))
         return arrays
+
+
+def _pack(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+    """Returns one int32 tensor with the bits of all values, and where in it those of each tensor begin."""
+    sizes = [tensor.numel() for tensor in tensors]
+    memory = tensors[0].untyped_storage().data_ptr()
+    if all(tensor.is_contiguous() and tensor.untyped_storage().data_ptr() == memory for tensor in tensors):
+        places = [int(tensor.storage_offset()) for tensor in tensors]
+        begin, end = min(places), max(place + size for place, size in zip(places, sizes, strict=True))
+        whole = tensors[0].view(torch.int32).as_strided((end - begin,), (1,), begin)
+        return whole, [place - begin for place in places]
+    packed = torch.cat([tensor.reshape(-1).view(torch.int32) for tensor in tensors])
+    return packed, [0, *accumulate(sizes[:-1])]

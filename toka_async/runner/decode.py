@@ -20,7 +20,7 @@ from toka_async.runner.graphs import DecodeEnd, DecodeGraphs
 from toka_async.runner.inputs import StepModel, StepRows
 from toka_async.runner.kernel_sampler import KernelSampler
 from toka_async.runner.rows import RowTables
-from toka_async.runner.samples import Draws, RowShares
+from toka_async.runner.samples import Draws, RowShares, pack_drawn
 from toka_async.runner.sampling_routes import Route
 from toka_async.runner.slab_sampler import SlabDraw
 from toka_async.runner.token_history import TokenHistory
@@ -184,7 +184,7 @@ class DecodePass:
         slots = self._rows.on_device.order[: len(inputs)]
         drawn = draw(inputs, slots, contexts)
         self._rows.on_device.set_sampled(slots, drawn[0])
-        return drawn
+        return pack_drawn(drawn)
 
     def _keep_hidden(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Copies the hidden states to where they stay while the host launches what samples them."""

@@ -140,13 +140,12 @@ class KernelSampler:
         return self._routes.find_decoding(slots)
 
     def make_draws(self, needs: SamplingNeeds, outputs: tuple[Tensor, ...]) -> Draws:
-        """Makes draws of what `draw` or `draw_full` returned for rows of these needs."""
+        """Makes draws of what `draw` or `draw_full` returned for rows of these needs, packed or not."""
         token_ids, logprobs, *found = outputs
         tops: tuple[TopLogprobs, ...] = ()
         if needs.top is not None:
-            ids, values = (part if needs.top.at is None else part.index_select(0, needs.top.at) for part in found[:2])
-            most = needs.top.most
-            tops = (TopLogprobs(needs.top.rows, needs.top.counts, ids[:, :most], values[:, :most]),)
+            ids, values = found[:2]
+            tops = (TopLogprobs(needs.top.rows, needs.top.counts, ids, values, of_all=True),)
         kept, masses = found[2:] if needs.wants_kept else (None, None)
         return Draws(token_ids, logprobs if needs.wants_logprobs else None, tops, kept, masses)
 

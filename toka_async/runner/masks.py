@@ -69,15 +69,14 @@ class MaskedDraw:
 
 
 class GrammarMasks:
-    """Fills `rows.masks`, int32 [max_seqs + 1, words], the bits of the ids that a slot's row may draw next.
+    """Fills `rows.masks`, int32 [max_seqs + 1, words], the bits of the ids that a slot's row may draw next."""
 
-    copies: a stream beside the one that computes; None on a CPU.
-    """
-
-    def __init__(self, matchers: RowMatchers, rows: RowTables, copies: torch.cuda.Stream | None) -> None:
+    def __init__(self, matchers: RowMatchers, rows: RowTables) -> None:
         self._matchers = matchers
         self._rows = rows
-        self._copies = copies
+        self._copies: torch.cuda.Stream | None = None  # beside the stream that computes
+        if rows.device.type == "cuda":
+            self._copies = torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
         rows.masks = torch.zeros(rows.params.size + 1, matchers.num_words, dtype=torch.int32, device=rows.device)
         # Draws whose tokens the matchers do not have, and the number of the first of them.
         self._under_way: deque[tuple[MaskedDraw, Download]] = deque()
@@ -133,6 +132,9 @@ class GrammarMasks:
         assert draw.rows is not None
         self._drawn_by[draw.rows.slots] = self._num_taken + len(self._under_way)
         self._under_way.append((draw, download))
+        if self._copies is not None:
+            # A step may give a slot to a new row while the draw of the slot's last row is under way.
+            self._copies.wait_stream(torch.cuda.current_stream())
 
     def _find(self, slots: Int32) -> _Found:
         if self._found is None or not np.array_equal(self._found.slots, slots):
@@ -150,7 +152,7 @@ class GrammarMasks:
     def _fill_table(self, found: _Found, drawn: Drawn | None) -> list[int]:
         """Advances rows, makes masks and copies them to the device; returns the places of broken rows.
 
-        Nothing reads these slots' old masks any more: their draws are done, since their tokens are known.
+        The stream that copies has waited for the draws that read these slots' old masks (`follow`).
         """
         table, broken = self._rows.masks, list[int]()
         assert table is not None

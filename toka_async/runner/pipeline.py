@@ -87,7 +87,7 @@ class Pipeline:
         if links.before is not None:
             links.before.release()  # after the send: the stage may have added to what it received in place
         if links.tokens_to_first is not None and token_ids is not None:
-            links.tokens_to_first.send(token_ids)
+            links.tokens_to_first.send(token_ids.long())
         if links.tokens_from_last is not None and rows.samples.any():
             self._expect_tokens(rows.slots[rows.samples])
 

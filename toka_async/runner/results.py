@@ -36,7 +36,6 @@ class PartResults:
         asked: Sequence[AskedChunk] = (),
         of_chunks: Logprobs | None = None,
         places: Int64 | None = None,
-        stream: torch.cuda.Stream | None = None,
         masked: MaskedDraw | None = None,
     ) -> None:
         """masked: the part's rows with a grammar."""
@@ -47,7 +46,7 @@ class PartResults:
         self._asked = asked
         tensors = [] if samples is None else samples.list_tensors()
         self._num_own = len(tensors)
-        self.download = Download([*tensors, *_list_tensors(of_chunks)], stream)
+        self.download = Download([*tensors, *_list_tensors(of_chunks)])
 
     def collect(self) -> tuple[list[npt.NDArray[Any]], tuple[ChunkLogprobs, ...]]:
         """Waits for what the part sampled, in the order of `Draws.list_tensors`, and for prompts' log-probs."""
@@ -59,9 +58,9 @@ class PartResults:
 class LaunchedLoads:
     """Counts of experts' tokens that the device copies to the host."""
 
-    def __init__(self, reading: LoadReading, copies: torch.cuda.Stream | None) -> None:
+    def __init__(self, reading: LoadReading) -> None:
         self._layers = reading.layers
-        self._counts = Download(reading.counts, copies)
+        self._counts = Download(reading.counts)
 
     def collect(self) -> ExpertLoads:
         """Waits for the counts."""
@@ -85,7 +84,7 @@ class LaunchedStep:
         self._parts = parts
         self._clock = clock
         self._num_compiles = num_compiles
-        self._loads = None if loads is None else LaunchedLoads(loads, clock.copies)
+        self._loads = None if loads is None else LaunchedLoads(loads)
         self._span = clock.end(span)
 
     def collect(self) -> StepDone:
@@ -180,7 +179,9 @@ class _Top:
 
 
 def _read_top(part: PartResults, top: TopLogprobs, ids: Int32, values: Float32) -> _Top:
-    """Reads likeliest tokens from arrays [m, k] of rows that ask for them."""
+    """Reads likeliest tokens from arrays [m, k] of rows that ask for them, or [s, k] of all rows."""
+    if top.of_all and len(ids) > top.rows.size:
+        ids, values = ids[top.rows], values[top.rows]
     counts = np.minimum(top.counts, values.shape[1])
     wanted = np.arange(values.shape[1]) < counts[:, None]
     has_top = counts > 0
@@ -191,13 +192,15 @@ def _read_top(part: PartResults, top: TopLogprobs, ids: Int32, values: Float32) 
 def _add_top(done: StepDone, tops: Sequence[_Top]) -> StepDone:
     """Adds the likeliest tokens, with rows in the step's order."""
     rows, counts, ids, values = (np.concatenate([getattr(top, name) for top in tops]) for name in _Top.__slots__)
-    order, each = np.argsort(rows, kind="stable"), np.argsort(np.repeat(rows, counts), kind="stable")
+    if (rows[1:] < rows[:-1]).any():
+        order, each = np.argsort(rows, kind="stable"), np.argsort(np.repeat(rows, counts), kind="stable")
+        rows, counts, ids, values = rows[order], counts[order], ids[each], values[each]
     return msgspec.structs.replace(
         done,
-        top_rows=column(rows[order].astype(np.int32)),
-        top_counts=column(counts[order]),
-        top_ids=column(ids[each]),
-        top_logprobs=column(values[each]),
+        top_rows=column(rows.astype(np.int32)),
+        top_counts=column(counts),
+        top_ids=column(ids),
+        top_logprobs=column(values),
     )
 
 

@@ -111,7 +111,7 @@ class Runner:
         self._clock = StepClock(device)
         self._masks: GrammarMasks | None = None
         if self._history is not None and sampling.matchers is not None:
-            self._masks = GrammarMasks(sampling.matchers, self._rows, self._clock.copies)
+            self._masks = GrammarMasks(sampling.matchers, self._rows)
         self.decode: DecodePass | None = None
         self.mixed: MixedPass | None = None
         residuals = stage.make_residuals if stage is not None and not stage.is_first else None
@@ -171,7 +171,7 @@ class Runner:
         """Tells the device to copy what was counted of experts since the last time."""
         assert self._loads is not None
         with torch.inference_mode():
-            return LaunchedLoads(self._loads.take(), self._clock.copies)
+            return LaunchedLoads(self._loads.take())
 
     def _launch(self, step: Step) -> LaunchedStep:
         span = self._clock.begin()
@@ -209,7 +209,7 @@ class Runner:
                 of_chunks = compute_prompt_logprobs(hidden, asked, self.model.logits, rows.vocab_size)
         if pipeline is not None:
             pipeline.pass_on(step_rows, hidden, None if samples is None else samples.token_ids)
-        results = PartResults(samples, asked, of_chunks, part.places, self._clock.copies, masked)
+        results = PartResults(samples, asked, of_chunks, part.places, masked)
         if self._masks is not None and masked is not None and samples is not None:
             self._masks.follow(masked, results.download)
         return results

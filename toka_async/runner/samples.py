@@ -25,23 +25,24 @@ from toka_async.runner.copies import upload
 class TopLogprobs:
     """The likeliest tokens of m rows. rows: int64 [m] on the host. counts: int32 [m] on the host, ids of each row.
 
-    ids: int64 or int32 [m, k], values: float32 [m, k], on the device.
+    ids: int64 or int32 [m, k], values: float32 [m, k], on the device; of_all: [s, k], of all rows of the draw.
     """
 
     rows: Int64
     counts: Int32
     ids: Tensor
     values: Tensor
+    of_all: bool = False
 
 
 @dataclass(slots=True, frozen=True)
 class Draws:
     """One draw for each of s rows, on the device.
 
-    token_ids: int64 [s]. chosen: float32 [s], log-probs of the drawn tokens, any value for rows that do not ask; None
-    when no row asks. tops: the likeliest tokens of distinct rows, by who found them. kept, masses: int32 and float32
-    [s], tokens that a row's filters keep and their share of the distribution; 0 and 1 for rows that do not ask, or
-    without filters; None when no row with filters asks.
+    token_ids: int64 or int32 [s]. chosen: float32 [s], log-probs of the drawn tokens, any value for rows that do not
+    ask; None when no row asks. tops: the likeliest tokens of distinct rows, by who found them. kept, masses: int32 and
+    float32 [s], tokens that a row's filters keep and their share of the distribution; 0 and 1 for rows that do not
+    ask, or without filters; None when no row with filters asks.
     """
 
     token_ids: Tensor
@@ -105,6 +106,14 @@ def make_draws(token_ids: Tensor, asked: Int64, num_top: Int32, logprobs: Logpro
     kept.index_copy_(0, rows, logprobs.kept)
     masses.index_copy_(0, rows, logprobs.masses)
     return Draws(token_ids, chosen, tops, kept, masses)
+
+
+def pack_drawn(drawn: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Copies what a draw returned into one memory, so that one copy brings it to the host. Token ids become int32."""
+    parts = [drawn[0].to(torch.int32), *drawn[1:]]
+    packed = torch.cat([part.reshape(-1).view(torch.int32) for part in parts])
+    places = packed.split_with_sizes([part.numel() for part in parts])
+    return tuple(place.view(part.dtype).view(part.shape) for place, part in zip(places, parts, strict=True))
 
 
 NO_ROWS: Int64 = np.empty(0, dtype=np.int64)

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
-from torch import Tensor
 
 from toka_async.arrays import Bool, Int32, Int64
 from toka_async.model.sampling import Flag
-from toka_async.runner.copies import upload
 from toka_async.runner.rows import RowTables
 from toka_async.runner.samples import NO_ROWS
 
@@ -34,15 +32,10 @@ class Route(StrEnum):
 
 @dataclass(slots=True, frozen=True)
 class TopRows:
-    """The rows for which kernels find likeliest tokens: int64 [m], with their counts, int32 [m], at most `most`.
-
-    at: `rows` on the device; None: they are all rows.
-    """
+    """The rows for which kernels find likeliest tokens: int64 [m], with their counts, int32 [m]."""
 
     rows: Int64
     counts: Int32
-    most: int
-    at: Tensor | None
 
 
 @dataclass(slots=True, frozen=True)
@@ -134,6 +127,4 @@ class SamplingRoutes:
 
     def _find_top(self, slots: Int32) -> TopRows:
         rows = np.flatnonzero(self._num_top[slots])
-        counts = self._num_top[slots[rows]]
-        at = None if rows.size == slots.size else upload((rows,), self._rows.device)[0]
-        return TopRows(rows, counts, int(counts.max()), at)
+        return TopRows(rows, self._num_top[slots[rows]])

@@ -47,10 +47,6 @@ def test_a_step_that_began_before_the_last_ended_did_not_wait(clock: StepClock, 
     assert [clock.measure(first), clock.measure(second)] == [(1.0, 0.0), (2.0, 0.0)]
 
 
-def test_a_cpu_copies_on_no_stream(clock: StepClock) -> None:
-    assert clock.copies is None
-
-
 def test_a_step_must_have_ended(clock: StepClock) -> None:
     with pytest.raises(AssertionError):
         clock.measure(clock.begin())

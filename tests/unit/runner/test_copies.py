@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as np_st
 
-from toka_async.runner.copies import Download, upload
+from toka_async.runner.copies import Download, _pack, upload
 
 CPU = torch.device("cpu")
 
@@ -57,6 +57,26 @@ def test_tensors_can_be_written_again_at_once() -> None:
         for tensor in tensors:
             tensor.zero_()
         assert all((array == 1).all() for array in download.collect())
+
+
+def test_tensors_of_one_memory_are_copied_as_they_lie() -> None:
+    memory = torch.arange(12, dtype=torch.int32)
+    views = [memory[7:9], memory[2:6].view(torch.float32).view(2, 2), memory[3:3]]
+    packed, _ = _pack(views)
+    assert packed.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+    assert packed.tolist() == [2, 3, 4, 5, 6, 7, 8]
+    download = Download(views)
+    expected = [view.clone() for view in views]
+    memory.zero_()
+    for array, tensor in zip(download.collect(), expected, strict=True):
+        assert array.dtype == tensor.numpy().dtype
+        np.testing.assert_array_equal(array, tensor.numpy())
+
+
+def test_columns_of_one_memory_are_packed() -> None:
+    memory = torch.arange(6, dtype=torch.int32).view(2, 3)
+    arrays = Download([memory[:, 1], memory[:, 2]]).collect()
+    assert [array.tolist() for array in arrays] == [[1, 4], [2, 5]]
 
 
 def test_nothing_to_download() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tests.drivers.sampler_bench import PROMPT, READY, VOCAB, Bench
+from tests.drivers.sampler_bench import PROMPT, READY, VOCAB, Bench, list_likeliest
 from tests.fakes.plain_kernels import PlainKernels
 from toka_async.arrays import f32_column, i32_column
 from toka_async.kernels.sampling.kernels import SamplingKernels
@@ -98,22 +98,11 @@ def check_equal(pair: tuple[Draws, Draws]) -> None:
         assert (own is None) == (other is None)
         if own is not None:
             torch.testing.assert_close(own, other, atol=1e-5, rtol=1e-5)
-    tops, expected = likeliest(by_kernels), likeliest(by_torch)
-    assert {row: [*top] for row, top in tops.items()} == {row: [*top] for row, top in expected.items()}
+    tops, expected = list_likeliest(by_kernels), list_likeliest(by_torch)
+    assert tops.keys() == expected.keys()
     for row, top in tops.items():
-        assert [*top.values()] == pytest.approx([*expected[row].values()], abs=1e-5)
-
-
-def likeliest(samples: Draws) -> dict[int, dict[int, float]]:
-    """The likeliest ids and their log-probs of each row that asks for any."""
-    return {
-        row: dict(zip(ids[:n], values[:n], strict=True))
-        for top in samples.tops
-        for row, n, ids, values in zip(
-            top.rows.tolist(), top.counts.tolist(), top.ids.tolist(), top.values.tolist(), strict=True
-        )
-        if n
-    }
+        assert [token_id for token_id, _ in top] == [token_id for token_id, _ in expected[row]]
+        assert [value for _, value in top] == pytest.approx([value for _, value in expected[row]], abs=1e-5)
 
 
 def route_of(bench: Bench, *slots: int) -> Route:
@@ -180,7 +169,7 @@ def test_likeliest_tokens_of_several_rows_between_others(bench: Bench) -> None:
     bench.admit({0: GREEDY, 1: FULL["likeliest"], 2: FULL["counts"], 3: TokenSampling(num_logprobs=2)})
     pair = bench.sample([3, 0, 1, 2])
     check_equal(pair)
-    assert {row: len(top) for row, top in likeliest(pair[0]).items()} == {0: 2, 2: 4}
+    assert {row: len(top) for row, top in list_likeliest(pair[0]).items()} == {0: 2, 2: 4}
 
 
 def test_log_probs_and_likeliest_tokens_are_raw(bench: Bench) -> None:
@@ -192,7 +181,7 @@ def test_log_probs_and_likeliest_tokens_are_raw(bench: Bench) -> None:
     by_kernels, _ = pair = bench.sample([1], logits)
     check_equal(pair)
     assert int(by_kernels.token_ids) == 5
-    assert [*likeliest(by_kernels)[0]] == [7, 9]
+    assert [token_id for token_id, _ in list_likeliest(by_kernels)[0]] == [7, 9]
     assert by_kernels.chosen is not None
     assert float(by_kernels.chosen) == pytest.approx(float(logits.log_softmax(-1)[0, 5]), abs=1e-5)
 

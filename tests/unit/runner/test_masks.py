@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from contextlib import nullcontext
 from typing import Any
 
 import jsonschema
@@ -145,6 +147,40 @@ def test_masks_are_made_after_the_forward_pass_is_launched(monkeypatch: pytest.M
     engine.run([PROMPT], sampling=sample_by('start: "yes"'), max_tokens=9)
     assert len(calls) >= 6
     assert calls == ["finish", "fill_parts", "_sample_slab"] * (len(calls) // 3)
+
+
+class Stream:
+    """calls: gets what the stream waited for."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name = name
+        self.calls = calls
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.calls.append(f"{self.name} waits for {stream.name}")
+
+
+def test_the_stream_that_copies_masks_waits_for_draws_as_these_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or new masks could be there before the draw by the old ones: a slot's next row does not wait for its tokens."""
+    engine = make_engine()
+    calls: list[str] = []
+    copies, computing = Stream("copies", calls), Stream("computing", calls)
+    draw, masks = SlabSampler._sample_slab, engine.runner._masks
+    assert masks is not None
+    monkeypatch.setattr(masks, "_copies", copies)
+    monkeypatch.setattr("toka_async.runner.masks.FEW", 0)
+    monkeypatch.setattr("toka_async.runner.masks.mark", time.perf_counter)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: computing)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+
+    def noted(*args: Any) -> Any:
+        calls.append("draw")
+        return draw(*args)
+
+    monkeypatch.setattr(SlabSampler, "_sample_slab", noted)
+    engine.run([PROMPT], sampling=sample_by('start: "yes"'), max_tokens=9)
+    assert len(calls) >= 6
+    assert calls == ["computing waits for copies", "draw", "copies waits for computing"] * (len(calls) // 3)
 
 
 def test_steps_without_grammars_make_no_masks(monkeypatch: pytest.MonkeyPatch) -> None:
