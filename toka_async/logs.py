@@ -158,6 +158,13 @@ def announce(line: str) -> None:
     writer.flush(SAY_SECONDS)
 
 
+def end_with(line: str) -> None:
+    """Write the line that a command ends with to standard error, after those of its log unless nobody reads them."""
+    if (handler := LogHandler.find_installed()) is not None:
+        handler.flush()
+    print(line, file=sys.stderr, flush=True)
+
+
 def shorten(text: str) -> str:
     if len(text) <= MOST_TEXT:
         return text

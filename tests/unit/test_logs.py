@@ -5,9 +5,11 @@ import logging
 import os
 import re
 import sys
+import time
 
 import pytest
 
+from toka_async.log_writer import LogWriter
 from toka_async.logs import (
     MOST_FRAMES,
     MOST_TEXT,
@@ -17,6 +19,7 @@ from toka_async.logs import (
     announce,
     configure,
     configure_parent,
+    end_with,
     request_id,
     shorten,
 )
@@ -152,6 +155,26 @@ def test_configuring_again_replaces_what_was(capfd: pytest.CaptureFixture[str]) 
     assert handler is not None
     handler.flush()
     assert re.fullmatch(f"{DATE} INFO two: once\n", capfd.readouterr().err)
+
+
+def test_a_command_ends_with_its_last_line(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late the log's thread is."""
+    write = LogWriter._write
+
+    def write_late(writer: LogWriter, data: bytes) -> bool:
+        time.sleep(0.05)
+        return write(writer, data)
+
+    monkeypatch.setattr(LogWriter, "_write", write_late)
+    configure_parent("text")
+    logging.getLogger("toka_async").warning("stopping")
+    end_with("toka-async: no room")
+    assert re.fullmatch(f"{DATE} WARNING toka-async: stopping\ntoka-async: no room\n", capfd.readouterr().err)
+
+
+def test_a_command_without_a_log_ends_with_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+    end_with("toka-async: no room")
+    assert capfd.readouterr().err == "toka-async: no room\n"
 
 
 def test_a_line_for_programs_is_on_standard_output(capfd: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from toka_async.config import Config, ConfigError, load_config
 from toka_async.config.load import describe
 from toka_async.lifeline import watch_lifeline
 from toka_async.listening import make_url
+from toka_async.logs import end_with
 
 NO_TEXT = "standard input is not text in UTF-8"
 
@@ -100,7 +101,7 @@ def _run_node(options: argparse.Namespace) -> int:
     end = run_agent(place, config, options.interface, has_settings=is_given)
     if end.code:
         return _report_error(end.message, code=end.code)
-    print(f"toka-async: {end.message}", file=sys.stderr)
+    end_with(f"toka-async: {end.message}")
     return 0
 
 
@@ -240,5 +241,5 @@ def _print_config(options: argparse.Namespace) -> int:
 
 
 def _report_error(error: Exception | str, *, code: int = 2) -> int:
-    print(f"toka-async: {' '.join(str(error).split())}", file=sys.stderr)
+    end_with(f"toka-async: {' '.join(str(error).split())}")
     return code
