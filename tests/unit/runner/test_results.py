@@ -66,6 +66,18 @@ def test_likeliest_tokens_of_the_rows_that_ask_for_them(clock: StepClock) -> Non
     assert as_f32(done.top_logprobs).tolist() == [0, -6, -7, -9, -10, -11]
 
 
+@pytest.mark.parametrize("asking", [[0, 1, 2, 3], [1, 3]])
+def test_likeliest_tokens_that_were_found_for_all_rows(clock: StepClock, asking: list[int]) -> None:
+    counts = np.array([2, 1, 3, 2], dtype=np.int32)[asking]
+    ids, values = torch.arange(12, dtype=torch.int32).view(4, 3), -torch.arange(12.0).view(4, 3)
+    top = TopLogprobs(np.array(asking), counts, ids, values, of_all=True)
+    done = launch(clock, Draws(torch.arange(4), torch.zeros(4), (top,))).collect()
+    assert as_i32(done.top_rows).tolist() == asking
+    expected = [3 * row + nth for row, count in zip(asking, counts.tolist(), strict=True) for nth in range(count)]
+    assert as_i32(done.top_ids).tolist() == expected
+    assert as_f32(done.top_logprobs).tolist() == [-each for each in expected]
+
+
 def chunk(slot: int, num_top: int, num_ids: int) -> AskedChunk:
     return AskedChunk(slot, 10 * slot, num_top, 1.0, 0, np.zeros(num_ids, dtype=np.int32))
 

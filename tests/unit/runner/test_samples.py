@@ -18,7 +18,7 @@ from toka_async.kernels.sampling.kernels import SamplingKernels
 from toka_async.messages import TokenSampling
 from toka_async.model.comm import Comm, LocalComm
 from toka_async.runner import kernel_sampler
-from toka_async.runner.samples import Draws
+from toka_async.runner.samples import Draws, pack_drawn
 
 SAMPLINGS = {
     0: TokenSampling(temperature=0),
@@ -118,3 +118,15 @@ def test_a_rank_receives_its_share_of_the_logits() -> None:
         return num_values
 
     assert run_ranks(2, sent) == [4 * VOCAB // 2 + 2 * 2] * 2
+
+
+def test_what_was_drawn_is_packed_into_one_memory() -> None:
+    """As tensor ranks gather it: likeliest tokens are columns."""
+    logprobs, top_ids = torch.tensor([-0.5, -torch.inf]), torch.arange(6, dtype=torch.int32).view(3, 2).t()
+    top_values = -torch.arange(6.0).view(3, 2).t()
+    packed = pack_drawn((torch.tensor([7, 2**31 - 1]), logprobs, top_ids, top_values))
+    assert packed[0].dtype == torch.int32
+    assert packed[0].tolist() == [7, 2**31 - 1]
+    assert all(torch.equal(own, other) for own, other in zip(packed[1:], (logprobs, top_ids, top_values), strict=True))
+    assert len({part.untyped_storage().data_ptr() for part in packed}) == 1
+    assert all(part.is_contiguous() for part in packed)
