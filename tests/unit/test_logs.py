@@ -158,7 +158,7 @@ def test_configuring_again_replaces_what_was(capfd: pytest.CaptureFixture[str]) 
 
 
 def test_a_command_ends_with_its_last_line(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """However late the log's thread is."""
+    """Also where the log's thread is late."""
     write = LogWriter._write
 
     def write_late(writer: LogWriter, data: bytes) -> bool:

@@ -33,7 +33,7 @@ class Download:
         self._event: torch.cuda.Event | None = None
         if not tensors:
             return
-        packed, self._firsts = _pack(tensors)
+        packed, self._firsts = _find_memory(tensors)
         if not packed.is_cuda:
             self._host = packed.clone()
             return
@@ -55,7 +55,12 @@ class Download:
         return arrays
 
 
-def _pack(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """Copies the values' 32 bits, tensor after tensor, into one int32 tensor."""
+    return torch.cat([tensor.reshape(-1).view(torch.int32) for tensor in tensors])
+
+
+def _find_memory(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
     """Returns one int32 tensor with the bits of all values, and where in it those of each tensor begin."""
     sizes = [tensor.numel() for tensor in tensors]
     memory = tensors[0].untyped_storage().data_ptr()
@@ -64,5 +69,4 @@ def _pack(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
         begin, end = min(places), max(place + size for place, size in zip(places, sizes, strict=True))
         whole = tensors[0].view(torch.int32).as_strided((end - begin,), (1,), begin)
         return whole, [place - begin for place in places]
-    packed = torch.cat([tensor.reshape(-1).view(torch.int32) for tensor in tensors])
-    return packed, [0, *accumulate(sizes[:-1])]
+    return pack(tensors), [0, *accumulate(sizes[:-1])]

@@ -18,7 +18,7 @@ from torch import Tensor
 from toka_async.arrays import Int32, Int64
 from toka_async.model.comm import Comm
 from toka_async.model.logprobs import Logprobs
-from toka_async.runner.copies import upload
+from toka_async.runner.copies import pack, upload
 
 
 @dataclass(slots=True, frozen=True)
@@ -111,8 +111,7 @@ def make_draws(token_ids: Tensor, asked: Int64, num_top: Int32, logprobs: Logpro
 def pack_drawn(drawn: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Copies what a draw returned into one memory, so that one copy brings it to the host. Token ids become int32."""
     parts = [drawn[0].to(torch.int32), *drawn[1:]]
-    packed = torch.cat([part.reshape(-1).view(torch.int32) for part in parts])
-    places = packed.split_with_sizes([part.numel() for part in parts])
+    places = pack(parts).split_with_sizes([part.numel() for part in parts])
     return tuple(place.view(part.dtype).view(part.shape) for place, part in zip(places, parts, strict=True))
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as np_st
 
-from toka_async.runner.copies import Download, _pack, upload
+from toka_async.runner.copies import Download, _find_memory, upload
 
 CPU = torch.device("cpu")
 
@@ -62,9 +62,9 @@ def test_tensors_can_be_written_again_at_once() -> None:
 def test_tensors_of_one_memory_are_copied_as_they_lie() -> None:
     memory = torch.arange(12, dtype=torch.int32)
     views = [memory[7:9], memory[2:6].view(torch.float32).view(2, 2), memory[3:3]]
-    packed, _ = _pack(views)
-    assert packed.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
-    assert packed.tolist() == [2, 3, 4, 5, 6, 7, 8]
+    found, _ = _find_memory(views)
+    assert found.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+    assert found.tolist() == [2, 3, 4, 5, 6, 7, 8]
     download = Download(views)
     expected = [view.clone() for view in views]
     memory.zero_()

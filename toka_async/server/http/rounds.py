@@ -1,4 +1,4 @@
-"""Sends what streams have to say in rounds, so that events share their cost however many streams there are."""
+"""Sends what streams have to say in rounds: what a stream says between two of them is one event."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable
 from time import monotonic
 
 MOST_SECONDS = 0.025  # the longest wait between two rounds; readers do not notice it
-EVENT_SECONDS = 25e-6  # of sending an event, whatever it says
+EVENT_SECONDS = 25e-6  # what sending an event takes, whatever it says
 
 
 class Rounds:
     """Calls functions that each send one stream's events.
 
-    After a round, the next waits for as long as the round took, MOST_SECONDS at most. What a stream says meanwhile
-    shares an event, which costs the loop and the client little more than an event of one token. Tokens with log-probs
-    cost much themselves, of which a wait saves nothing: so it is EVENT_SECONDS for each stream at most. uvloop waits
-    for whole milliseconds, so that no wait of less than half of one follows a round, as few streams need.
+    After a round, the next waits for as long as the round took: an event of several tokens costs the loop and the
+    client little more than an event of one. It waits for no longer than MOST_SECONDS, nor than EVENT_SECONDS for each
+    stream, since a wait saves events alone: tokens with log-probs take most of a round, and cost the same in any event.
+    uvloop rounds to milliseconds, so that a round of few streams is followed by no wait, as they need.
     """
 
     def __init__(self) -> None:
