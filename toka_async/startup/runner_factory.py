@@ -573,15 +573,15 @@ class RunnerFactory:
             from toka_async.tuning.graph_sizes import GraphChoice
 
             assert runner.decode is not None
-            model = self._describe_graphs(decoder)
-            graphs = GraphChoice(runner.decode, most, least > 0, model, self.stages.show)
+            graphs = GraphChoice(runner.decode, most, least > 0, self._describe_graphs(decoder), self.stages.show)
             graphs.use(settle(graphs, self.tuning_cache, self.groups.tensor))
             if runner.mixed is not None and max_graph_tokens:
                 for done, total in runner.mixed.capture(list_mixed_sizes(max_graph_tokens), least > 0):
                     self.stages.show(done, total, "graphs captured")
 
         if has_kernels(self.device):
-            load_products(decoder, self.limits, self.dtype, self.device)
+            with self.stages.stage("products", "loading a library's kernels"):
+                load_products(decoder, self.limits, self.dtype, self.device)
         captures = most > 0 and runner.decode is not None and runner.decode.can_capture
         warm_up(runner, self.stages, self.coords.num_micro_batches, capture if captures else None)
 

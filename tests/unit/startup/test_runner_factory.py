@@ -349,6 +349,17 @@ def test_a_cpu_captures_nothing(model_dir: Path) -> None:
     assert _factory(model_dir)._count_graph_tokens(LayoutPolicy(Replicated(LocalComm()))) == 0
 
 
+def test_a_start_says_that_it_loads_a_librarys_kernels(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    factory, said = _factory(model_dir), list[str]()
+    runner = factory.build()
+    assert "products" not in factory.stages.seconds
+    monkeypatch.setattr(runner_factory, "has_kernels", lambda _: True)
+    monkeypatch.setattr(runner_factory, "load_products", lambda *_: said.append(factory.stages._stage))
+    factory._warm_up(runner, build_decoder(factory.spec, torch.float32, torch.device("meta")), 0, 0)
+    assert said == ["products"]
+    assert "products" in factory.stages.seconds
+
+
 @pytest.mark.parametrize("most", [0, 8])
 def test_what_cannot_be_captured_is_not_asked_for(model_dir: Path, most: int) -> None:
     factory = _factory(model_dir)
