@@ -141,15 +141,23 @@ def decode_object(raw: bytes | bytearray) -> dict[str, Any]:
     """The JSON object in `raw`. Raises ApiError (400) when it is anything else."""
     try:
         value = msgspec.json.decode(raw)
-    except msgspec.DecodeError as error:
-        raise find_unreadable(raw) or bad_request(f"the body is not valid JSON: {error}") from None
-    except UnicodeDecodeError as error:
-        raise bad_request(f"the body is not valid UTF-8: {error.reason}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        # For what is not UTF-8 msgspec raises its own error since 0.23, and Python's before.
+        fault = find_not_utf8(raw) or find_unreadable(raw)
+        raise fault or bad_request(f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise bad_request("the body is nested too deeply") from None
     if not isinstance(value, dict):
         raise bad_request(f"the body must be a JSON object, not {JSON_NAMES[type(value)]}")
     return value
+
+
+def find_not_utf8(raw: bytes | bytearray) -> ApiError | None:
+    try:
+        raw.decode()
+    except UnicodeDecodeError as error:
+        return bad_request(f"the body is not valid UTF-8: {error.reason}")
+    return None
 
 
 def find_unreadable(raw: bytes | bytearray) -> ApiError | None:
