@@ -25,11 +25,12 @@ URL = "/v1/completions"
 
 
 class Running:
-    """Batches of a folder while a process lives."""
+    """Batches of a folder while a process lives. ahead: seconds by which their clock is."""
 
     def __init__(self, folder: Path, executor: ThreadPoolExecutor) -> None:
         self.disk = Disk()
-        self.store = Store(folder, SettledClock(), self.disk)
+        self.ahead, clock = 0.0, SettledClock()
+        self.store = Store(folder, lambda: clock() + self.ahead, self.disk)
         self.answers = FakeAnswers()
         self.window = self.answers.accounts.window
         self.ended: asyncio.Queue[Batch] = asyncio.Queue()

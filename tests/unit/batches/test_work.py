@@ -94,9 +94,12 @@ async def test_a_cancelled_batch_says_so_of_every_line_that_is_left(tmp_path: Pa
     assert {result["error"]["code"] for result in it.results("b-err")} == {"batch_cancelled"}
 
 
-async def test_a_batch_expires(tmp_path: Path) -> None:
+async def test_a_batch_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "LONGEST_SLEEP", 0.01)
     async with running(tmp_path) as it:
-        await it.create([line(1, seconds=60.0), line(2)], expires_at=int(time.time()) + 1)
+        await it.create([line(1, seconds=60.0), line(2)], expires_at=int(time.time()) + 3600)
+        await it.until(lambda batch: batch.progress.completed == 1)
+        it.ahead = 4000.0
         batch = await it.end()
         assert batch.record.status == "expired"
         assert batch.record.expired_at is not None
