@@ -5,6 +5,7 @@ Knows no tokenizer: strings stay strings.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ def parse_prompts(prompt: str | list[Any]) -> list[Prompt]:
     if first is str:
         return list(prompt)
     if first is int:
-        return [parse_token_ids(prompt)]
+        return [_take_ids(prompt, "prompt")]
     if first is list:
         return [parse_token_ids(ids) for ids in prompt]
     raise bad_request(
@@ -48,9 +49,17 @@ def parse_token_ids(items: Sequence[Any], param: str = "prompt") -> Int32:
         raise bad_request(f"'{param}' must not hold an empty list of token ids", param=param)
     if set(map(type, items)) != {int}:
         raise bad_request(f"'{param}': token ids must be integers", param=param)
-    if min(items) < 0 or max(items) > np.iinfo(np.int32).max:
+    return _take_ids(items, param)
+
+
+def _take_ids(items: Sequence[int], param: str) -> Int32:
+    try:
+        ids = np.frombuffer(array("i", items), dtype=np.int32)  # which, unlike numpy's, refuses more than 32 bits
+    except OverflowError:
+        ids = None
+    if ids is None or ids.min() < 0:
         raise bad_request(f"'{param}' has a token id out of range", param=param)
-    return np.array(items, dtype=np.int32)
+    return ids
 
 
 def count_work(prompt: str | list[Any]) -> int:

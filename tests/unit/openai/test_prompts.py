@@ -20,7 +20,22 @@ def test_the_four_forms() -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", [[], [[]], [1, "a"], ["a", [1]], [1, True], [1.5], [[1, "a"]], [-1], [2**31], [None]]
+    "prompt",
+    [
+        [],
+        [[]],
+        [1, "a"],
+        ["a", [1]],
+        [1, True],
+        [1.5],
+        [[1, "a"]],
+        [-1],
+        [2**31],
+        [2**70],
+        [-(2**31) - 1],
+        [[0, -1]],
+        [None],
+    ],
 )
 def test_what_is_no_prompt(prompt: list[Any]) -> None:
     with pytest.raises(ApiError) as caught:
