@@ -67,8 +67,8 @@ EVERY: list[Case] = [
         for arch, dtype, dim in itertools.product(SHARED_MEMORY, (BF16, FP16, FP32), (64, 128, 256, 512))
     ),
     *(
-        (arch, "attention", {"dtype": BF16, "dim": 64, "group": 8, "windows": (0, 128), "has_sinks": True})
-        for arch in SHARED_MEMORY
+        (arch, "attention", {"dtype": dtype, "dim": 64, "group": 8, "windows": (0, 128), "has_sinks": True})
+        for arch, dtype in itertools.product(SHARED_MEMORY, (BF16, FP16))
     ),
     *(
         (arch, "layer", {"dtype": dtype, "dim": dim, "hidden": hidden})
