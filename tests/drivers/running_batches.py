@@ -25,7 +25,7 @@ URL = "/v1/completions"
 
 
 class Running:
-    """Batches of a folder while a process lives. ahead: seconds by which their clock is."""
+    """Batches of a folder while a process lives. ahead: seconds that their clock is ahead."""
 
     def __init__(self, folder: Path, executor: ThreadPoolExecutor) -> None:
         self.disk = Disk()

@@ -54,12 +54,13 @@ def parse_token_ids(items: Sequence[Any], param: str = "prompt") -> Int32:
 
 def _take_ids(items: Sequence[int], param: str) -> Int32:
     try:
-        ids = np.frombuffer(array("i", items), dtype=np.int32)  # which, unlike numpy's, refuses more than 32 bits
+        ids = np.frombuffer(array("i", items), dtype=np.int32)  # array() refuses what has more than 32 bits
     except OverflowError:
-        ids = None
-    if ids is None or ids.min() < 0:
-        raise bad_request(f"'{param}' has a token id out of range", param=param)
-    return ids
+        pass
+    else:
+        if ids.min() >= 0:
+            return ids
+    raise bad_request(f"'{param}' has a token id out of range", param=param)
 
 
 def count_work(prompt: str | list[Any]) -> int:
