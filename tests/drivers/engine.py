@@ -50,7 +50,6 @@ class Engine:
         quantize: str = "none",
         impl: str = "native",
         cache_dtype: str = "auto",
-        can_sleep: bool = False,
         vocabulary: GrammarVocabulary | None = None,
         **options: Unpack[CoreOptions],
     ) -> None:
@@ -68,7 +67,6 @@ class Engine:
                 page_size=page_size,
                 num_tokens=num_tokens,
                 dtype=cache_dtype,  # type: ignore[arg-type]
-                can_sleep=can_sleep,
             ),
             schedule=ScheduleConfig(max_seqs=max_seqs, max_tokens=max_tokens, group_min_seqs=min_seqs),
             attention=AttentionConfig(backend=backend),  # type: ignore[arg-type]

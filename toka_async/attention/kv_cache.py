@@ -17,7 +17,7 @@ from torch import Tensor
 from toka_async.bar import Show, show_nothing
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.memory.host import discard_memory
-from toka_async.memory.virtual import CudaDriver, MemoryStaysError, VirtualMemory, view_memory
+from toka_async.memory.virtual import MemoryStaysError, VirtualMemory, map_memory, view_memory
 
 ALIGNMENT = 256  # bytes, of a layer's keys or values in memory that can be given back
 E4M3 = torch.float8_e4m3fn
@@ -63,7 +63,10 @@ class KVCache:
         can_sleep: bool = False,
         of_windows: bool = False,
     ) -> None:
-        """stored: None: keys and values as they are. can_sleep: a GPU's memory can be given back and taken again."""
+        """stored: None: keys and values as they are. can_sleep: a GPU's memory can be given back and taken again.
+
+        Memory that can is also taken sooner: torch takes 100 GB in blocks of 20 MB (half a second).
+        """
         stored = stored or CacheFormat(dtype)
         assert stored.dtype in (dtype, E4M3)
         assert stored.dtype == E4M3 or not stored.scales
@@ -80,7 +83,8 @@ class KVCache:
         self._memory: VirtualMemory | None = None
         if can_sleep and device.type == "cuda":
             num_bytes = -(-prod(shape) * stored.dtype.itemsize // ALIGNMENT) * ALIGNMENT
-            self._memory = VirtualMemory(2 * num_layers * num_bytes, CudaDriver(device))
+            self._memory = map_memory(2 * num_layers * num_bytes, device)
+        if self._memory is not None:
             places = iter(torch.split(view_memory(self._memory, device), num_bytes))
             make_zeros = partial(_take_zeros, places, shape, stored.dtype)
         self._is_released = False
@@ -105,12 +109,11 @@ class KVCache:
     def release(self) -> None:
         """Gives the memory of all pages back, and keeps their addresses, so that captured graphs stay valid.
 
-        Raises MemoryStaysError on a GPU without `can_sleep`.
+        Raises MemoryStaysError on a GPU that maps no memory.
         """
         if self.device.type == "cuda":
             if self._memory is None:
-                raise MemoryStaysError("the cache cannot give its memory back: start with cache.can_sleep")
-            torch.cuda.synchronize(self.device)
+                raise MemoryStaysError("the cache cannot give its memory back: this GPU's driver maps no memory")
             self._memory.release()
         else:
             for tensor in (*self.keys, *self.values):

@@ -339,9 +339,6 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     memory_fraction: Annotated[
         float, Meta(gt=0, le=1, description="share of the GPU's memory for weights, activations and KV cache")
     ] = 0.9
-    can_sleep: Annotated[
-        bool, Meta(description="on a GPU: place the cache so that its memory can be given back while the engine sleeps")
-    ] = False
     prefix: Annotated[bool, Meta(description="reuse the cached pages of earlier prompts (prefix caching)")] = True
     state_dtype: Annotated[
         Literal["float32", "bfloat16", "float16"],

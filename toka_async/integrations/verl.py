@@ -298,7 +298,6 @@ def make_options(config: Any) -> dict[str, Any]:
         "enable_prefix_caching": config.enable_prefix_caching,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "enforce_eager": config.enforce_eager,
-        "enable_sleep_mode": config.enable_sleep_mode and config.free_cache_engine,
         "logprobs_mode": config.logprobs_mode,
         "model.batch_invariant": config.full_determinism,
         "model.generation_config": "none",

@@ -30,6 +30,7 @@ FOREIGN = (  # beginnings of keys for servers that others use
 # Options of vLLM without a counterpart, with the values that ask for nothing. False and empty values do so too.
 ASKS_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "enable_chunked_prefill": (True,),
+    "enable_sleep_mode": (True,),
     "distributed_executor_backend": ("mp",),
     "runner": ("auto", "generate"),
     "convert": ("auto", "none"),

@@ -110,7 +110,7 @@ class LLM:
             mode: what becomes of running requests, see `Trainer.pause`.
 
         Raises:
-            CommandError: the engine cannot; on a GPU it needs `enable_sleep_mode=True`.
+            CommandError: the engine cannot, as on a GPU whose driver maps no memory.
         """
         self.llm_engine.command(lambda trainer: trainer.sleep(level, mode))
 

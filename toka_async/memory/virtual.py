@@ -7,11 +7,14 @@ addresses are reserved once, and physical memory is mapped to them and taken awa
 from __future__ import annotations
 
 import ctypes
+import logging
+import weakref
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+logger = logging.getLogger(__name__)
 PIECE = 1 << 30  # bytes of physical memory that are mapped at once
 _DEVICE, _PINNED, _READ_WRITE = 1, 1, 3  # CU_MEM_LOCATION_TYPE, CU_MEM_ALLOCATION_TYPE, CU_MEM_ACCESS_FLAGS_PROT
 
@@ -40,9 +43,17 @@ class Driver(Protocol):
 
     def release(self, handle: int) -> None: ...
 
+    def free(self, address: int, num_bytes: int) -> None:
+        """Gives reserved addresses back, to which nothing is mapped."""
+        ...
+
+    def wait(self) -> None:
+        """Waits until the device has computed all that it was given."""
+        ...
+
 
 class VirtualMemory:
-    """Bytes at fixed addresses, mapped at first."""
+    """Bytes at fixed addresses, mapped at first. Memory and addresses are given back with the object."""
 
     def __init__(self, num_bytes: int, driver: Driver) -> None:
         self._driver = driver
@@ -51,6 +62,8 @@ class VirtualMemory:
         self._piece = max(unit, PIECE // unit * unit)
         self.address = driver.reserve(self.num_bytes)
         self._mapped: list[tuple[int, int, int]] = []  # address, bytes, handle
+        end = weakref.finalize(self, _free, driver, self._mapped, self.address, self.num_bytes)
+        end.atexit = False  # the driver may have ended before
         self.restore()
 
     @property
@@ -76,11 +89,22 @@ class VirtualMemory:
             raise
 
     def release(self) -> None:
-        """Gives the memory back; nothing may use it any more."""
-        mapped, self._mapped = self._mapped, []
-        for address, size, handle in mapped:
-            self._driver.unmap(address, size)
-            self._driver.release(handle)
+        """Gives the memory back; nothing may use it any more but what the device computes already."""
+        _unmap(self._driver, self._mapped)
+
+
+def _unmap(driver: Driver, mapped: list[tuple[int, int, int]]) -> None:
+    if mapped:
+        driver.wait()
+    while mapped:
+        address, size, handle = mapped.pop()
+        driver.unmap(address, size)
+        driver.release(handle)
+
+
+def _free(driver: Driver, mapped: list[tuple[int, int, int]], address: int, num_bytes: int) -> None:
+    _unmap(driver, mapped)
+    driver.free(address, num_bytes)
 
 
 class _Location(ctypes.Structure):
@@ -118,7 +142,8 @@ class CudaDriver:
     """The driver itself, for one GPU whose context is the thread's."""
 
     def __init__(self, device: torch.device) -> None:
-        torch.cuda.synchronize(device)  # makes the context
+        self._device = device
+        self.wait()  # makes the context
         self._library: Any = ctypes.CDLL("libcuda.so.1")
         index = torch.cuda.current_device() if device.index is None else device.index
         self._location = _Location(_DEVICE, index)
@@ -150,6 +175,12 @@ class CudaDriver:
     def release(self, handle: int) -> None:
         self._call("cuMemRelease", ctypes.c_uint64(handle))
 
+    def free(self, address: int, num_bytes: int) -> None:
+        self._call("cuMemAddressFree", ctypes.c_uint64(address), _size(num_bytes))
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self._device)
+
     def _call(self, name: str, *args: object) -> None:
         result = getattr(self._library, name)(*args)
         if result:
@@ -163,7 +194,7 @@ def _size(number: int) -> ctypes.c_size_t:
 
 
 class _Bytes:
-    """What torch needs to make a tensor of memory that it does not own."""
+    """What torch needs to make a tensor of memory that it did not allocate."""
 
     def __init__(self, memory: VirtualMemory) -> None:
         self.memory = memory  # lives as long as the tensor
@@ -176,5 +207,14 @@ class _Bytes:
 
 
 def view_memory(memory: VirtualMemory, device: torch.device) -> Tensor:
-    """Views the memory as bytes [num_bytes]; the tensor does not own it."""
+    """Views the memory as bytes [num_bytes]; it lives as long as the tensor does."""
     return torch.as_tensor(_Bytes(memory), device=device)
+
+
+def map_memory(num_bytes: int, device: torch.device) -> VirtualMemory | None:
+    """Returns memory of a GPU; None where its driver maps none, as some virtual GPUs' do not, or too little is left."""
+    try:
+        return VirtualMemory(num_bytes, CudaDriver(device))
+    except MemoryStaysError as error:
+        logger.info("the cache's memory is torch's, so the engine cannot sleep: %s", error)
+        return None

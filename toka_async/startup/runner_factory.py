@@ -485,7 +485,7 @@ class RunnerFactory:
         """Makes a runner over a new cache. choose: see `build_attention`; None: the runner is for a trial."""
         spec, limits, page_size = self.rank_spec, self.limits, self.config.cache.page_size
         show = show_nothing if choose is None else self.stages.show
-        can_sleep = self.config.cache.can_sleep and choose is not None
+        can_sleep = choose is not None
         window = self.spec.window
         num_window_pages = resolve_num_window_pages(self.config.cache, limits, window, num_pages)
         # One page more, for rows that only fill up a batch.

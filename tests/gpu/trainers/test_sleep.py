@@ -22,7 +22,7 @@ def test_graphs_are_valid_after_sleep_and_updates(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         make_checkpoint(tmp_path / name, "qwen3", seed=seed, **shape)
     # The second engine computes products as the first one chose: others may round otherwise.
-    options = {"device": "cuda", "dtype": "bfloat16", "can_sleep": True, "tuning_dir": str(tmp_path / "tuning")}
+    options = {"device": "cuda", "dtype": "bfloat16", "tuning_dir": str(tmp_path / "tuning")}
     engine = Engine(tmp_path / "old", **options)  # type: ignore[arg-type]
     started = Engine(tmp_path / "new", **options)  # type: ignore[arg-type]
     trainer, prompts = Trainer(engine), [[1, 2, 3, 4] * 9, [5] * 30]

@@ -24,7 +24,6 @@ def test_names_of_vllm_become_keys() -> None:
             "quantization": "fp8",
             "enable_prefix_caching": False,
             "enforce_eager": True,
-            "enable_sleep_mode": True,
             "max_logprobs": -1,
             "logprobs_mode": "processed_logprobs",
             "tokenizer": "elsewhere",
@@ -40,7 +39,6 @@ def test_names_of_vllm_become_keys() -> None:
     assert config.model.quantize == "fp8"
     assert not config.cache.prefix
     assert not config.graphs.enabled
-    assert config.cache.can_sleep
     assert (config.limits.max_logprobs, config.model.logprobs_mode) == (-1, "processed")
     assert config.model.tokenizer == "elsewhere"
     assert (config.model.impl, config.model.trust_remote_code) == ("transformers", True)
@@ -132,7 +130,7 @@ def test_a_file_for_a_server_is_refused(tmp_path: Path) -> None:
         {"trust_remote_code": False, "model_impl": "auto"},
         {"enable_lora": False, "revision": None, "quantization": None},
         {"tokenizer_mode": "auto", "skip_tokenizer_init": False, "enable_chunked_prefill": True},
-        {"disable_log_stats": True},
+        {"disable_log_stats": True, "enable_sleep_mode": True},
         {"max_model_len": -1, "max_logprobs": 20, "swap_space": 4, "max_lora_rank": 16, "revision": "main"},
         {"compilation_config": None, "hf_overrides": {}, "logits_processors": [], "served_model_name": None},
         {"structured_outputs_config": {"backend": "auto"}},

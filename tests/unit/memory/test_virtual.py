@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
+import torch
 
 from toka_async.memory import virtual
-from toka_async.memory.virtual import MemoryStaysError, VirtualMemory
+from toka_async.memory.virtual import MemoryStaysError, VirtualMemory, map_memory
 
 UNIT = 16
 
@@ -18,10 +21,14 @@ class NotingDriver:
         self.handles: dict[int, int] = {}
         self.mapped: dict[int, tuple[int, int]] = {}
         self.num_handles = 0
+        self.reserved: dict[int, int] = {}
+        self.is_busy = False  # with what may use the memory
 
     def reserve(self, num_bytes: int) -> int:
         assert num_bytes % UNIT == 0
-        return 4096
+        address = 4096 * (1 + len(self.reserved))
+        self.reserved[address] = num_bytes
+        return address
 
     def create(self, num_bytes: int) -> int:
         if num_bytes > self.room:
@@ -36,11 +43,19 @@ class NotingDriver:
         self.mapped[address] = num_bytes, handle
 
     def unmap(self, address: int, num_bytes: int) -> None:
+        assert not self.is_busy
         assert self.mapped.pop(address)[0] == num_bytes
 
     def release(self, handle: int) -> None:
         assert handle not in [each for _, each in self.mapped.values()]
         self.room += self.handles.pop(handle)
+
+    def free(self, address: int, num_bytes: int) -> None:
+        assert self.reserved.pop(address) == num_bytes
+        assert not [each for each in self.mapped if address <= each < address + num_bytes]
+
+    def wait(self) -> None:
+        self.is_busy = False
 
 
 def test_memory_is_taken_again_at_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,3 +89,31 @@ def test_memory_that_others_took_meanwhile_is_missing_as_a_whole(monkeypatch: py
     driver.room = 64
     memory.restore()
     assert memory.is_mapped
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+def test_memory_and_addresses_end_with_the_object(monkeypatch: pytest.MonkeyPatch, is_released: bool) -> None:
+    monkeypatch.setattr(virtual, "PIECE", UNIT)
+    driver = NotingDriver(room=64)
+    memory = VirtualMemory(64, driver)
+    driver.is_busy = True
+    if is_released:
+        memory.release()
+    else:
+        assert driver.room == 0
+    del memory
+    assert driver.room == 64
+    assert not driver.reserved
+
+
+def test_a_driver_that_maps_no_memory_leaves_it_to_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = NotingDriver(room=64)
+    monkeypatch.setattr(virtual, "CudaDriver", lambda device: driver)  # noqa: ARG005
+    memory = map_memory(64, torch.device("cuda:0"))
+    assert memory is not None
+    assert memory.is_mapped
+    with caplog.at_level(logging.INFO):
+        assert map_memory(64, torch.device("cuda:0")) is None
+    assert "the engine cannot sleep: cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY" in caplog.text

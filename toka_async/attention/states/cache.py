@@ -14,7 +14,7 @@ from toka_async.arrays import Int32
 from toka_async.attention.copies import to_device
 from toka_async.kernels.delta.layer import DeltaShape
 from toka_async.memory.host import discard_memory
-from toka_async.memory.virtual import CudaDriver, MemoryStaysError, VirtualMemory, view_memory
+from toka_async.memory.virtual import MemoryStaysError, VirtualMemory, map_memory, view_memory
 
 
 class StateCache:
@@ -44,9 +44,10 @@ class StateCache:
         recurrent = (num_states, num_layers, shape.num_value_heads, shape.key_dim, shape.value_dim)
         inputs = (num_states, num_layers, shape.width - 1, shape.num_channels)
         self._memory: VirtualMemory | None = None
+        sizes = [stored.itemsize * prod(recurrent), dtype.itemsize * prod(inputs)]
         if can_sleep and device.type == "cuda":
-            sizes = [stored.itemsize * prod(recurrent), dtype.itemsize * prod(inputs)]
-            self._memory = VirtualMemory(sum(sizes), CudaDriver(device))
+            self._memory = map_memory(sum(sizes), device)
+        if self._memory is not None:
             first, second = torch.split(view_memory(self._memory, device)[: sum(sizes)], sizes)
             self.recurrent = first.view(stored).view(recurrent).zero_()
             self.inputs = second.view(dtype).view(inputs).zero_()
@@ -70,11 +71,10 @@ class StateCache:
                     states.index_copy_(0, targets, source.expand(len(targets), *source.shape))
 
     def release(self) -> None:
-        """Gives the memory back, and keeps its addresses. Raises MemoryStaysError on a GPU without `can_sleep`."""
+        """Gives the memory back, and keeps its addresses. Raises MemoryStaysError on a GPU that maps no memory."""
         if self.device.type == "cuda":
             if self._memory is None:
-                raise MemoryStaysError("the cache cannot give its memory back: start with cache.can_sleep")
-            torch.cuda.synchronize(self.device)
+                raise MemoryStaysError("the cache cannot give its memory back: this GPU's driver maps no memory")
             self._memory.release()
         else:
             discard_memory(self.recurrent)
