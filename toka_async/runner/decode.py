@@ -63,15 +63,18 @@ class DecodePass:
     def can_capture(self) -> bool:
         return self._attention is not None
 
-    def capture(self, sizes: Sequence[int], grouped: bool) -> Iterator[tuple[int, int]]:
-        """Captures graphs of these numbers of rows; yields (captured, all) after each. No row may decode meanwhile."""
+    def capture(self, sizes: Sequence[int], least_grouped: int) -> Iterator[tuple[int, int]]:
+        """Captures graphs of these numbers of rows; yields (captured, all) after each. No row may decode meanwhile.
+
+        least_grouped: see `DecodeGraphs`.
+        """
         assert self._attention is not None
         self.fill(max(sizes))
         ends: dict[str, DecodeEnd] = {}
         if self.sampler is not None:
             full = (self._draw_full,) if self.sampler.is_shared else (self._compute_logits, self._draw_edited)
             ends = {Route.PLAIN: (self._draw,), Route.FULL: full, Route.TORCH: (self._keep_hidden,)}
-        graphs = DecodeGraphs(self._decode, ends, self._attention, sizes, grouped, self._model.rehearse)
+        graphs = DecodeGraphs(self._decode, ends, self._attention, sizes, least_grouped, self._model.rehearse)
         with torch.inference_mode():
             yield from graphs.capture()
         self.graphs = graphs

@@ -81,10 +81,13 @@ class DecodeGraphs:
         ends: Mapping[str, DecodeEnd],
         attention: CapturedAttention,
         sizes: Sequence[int],
-        grouped: bool,
+        least_grouped: int,
         rehearse: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """rehearse: within it, `decode` launches every kernel of a step at least once, and its results are not used."""
+        """least_grouped: rows of the smallest step with groups; 0: none has any.
+
+        rehearse: within it, `decode` launches every kernel of a step at least once, and its results are not used.
+        """
         self._attention = attention
         self._sizes = sorted(sizes)
         self._graphs: dict[tuple[int, bool], _CapturedStep] = {}
@@ -92,13 +95,13 @@ class DecodeGraphs:
         self._decode = decode
         self._ends = ends
         self._rehearse = rehearse
-        self._kinds = (False, True) if grouped else (False,)
+        self._least_grouped = least_grouped
 
     def capture(self) -> Iterator[tuple[int, int]]:
         """Captures one step after the other, each with its ends; yields (captured, all) after each."""
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        todo = [(size, grouped) for size in reversed(self._sizes) for grouped in self._kinds]
+        todo = [(size, grouped) for size in reversed(self._sizes) for grouped in self._list_kinds(size)]
         with _hold_collections():
             for number, (size, grouped) in enumerate(todo, 1):
                 stream.wait_stream(torch.cuda.current_stream())
@@ -139,9 +142,9 @@ class DecodeGraphs:
         return [*self._sizes] if self._graphs else []
 
     def list_replays(self, size: int) -> list[Callable[[], object]]:
-        """Lists what replays steps of this number of rows with the usual end, without groups and with them."""
+        """Lists what replays steps of this number of rows with the usual end, without groups and, if any, with them."""
         usual = next(iter(self._ends), None)
-        return [partial(self._graphs[size, grouped].replay, usual) for grouped in self._kinds]
+        return [partial(self._graphs[size, grouped].replay, usual) for grouped in self._list_kinds(size)]
 
     def find_size(self, num_rows: int) -> int:
         """Finds the size of the smallest graph that holds the rows; 0 if there is none."""
@@ -168,6 +171,10 @@ class DecodeGraphs:
         if groups:
             self._attention.set_groups(groups)
         return tuple(output[:num_rows] for output in captured.replay(end, between))
+
+    def _list_kinds(self, size: int) -> list[bool]:
+        """Lists whether there are groups in the steps of this number of rows."""
+        return [False, True] if 0 < self._least_grouped <= size else [False]
 
 
 def _capture(compute: Callable[[], tuple[Tensor, ...]], pool: Any, stream: torch.cuda.Stream) -> _Captured:

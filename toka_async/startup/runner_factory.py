@@ -573,7 +573,7 @@ class RunnerFactory:
             from toka_async.tuning.graph_sizes import GraphChoice
 
             assert runner.decode is not None
-            graphs = GraphChoice(runner.decode, most, least > 0, self._describe_graphs(decoder), self.stages.show)
+            graphs = GraphChoice(runner.decode, most, least, self._describe_graphs(decoder), self.stages.show)
             graphs.use(settle(graphs, self.tuning_cache, self.groups.tensor))
             if runner.mixed is not None and max_graph_tokens:
                 for done, total in runner.mixed.capture(list_mixed_sizes(max_graph_tokens), least > 0):

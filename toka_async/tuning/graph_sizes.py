@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 from typing import Any, ClassVar
 
 import torch
@@ -65,21 +66,21 @@ class GraphLimit:
 
 @dataclass(slots=True, frozen=True)
 class GraphChoice:
-    """The `Choice` of the sizes of graphs up to `most` rows, with groups or without.
+    """The `Choice` of the sizes of graphs up to `most` rows.
 
-    model: what else the times of graphs depend on.
+    least_grouped: see `DecodeGraphs`. model: what else the times of graphs depend on.
     """
 
     decode: DecodePass
     most: int
-    grouped: bool
+    least_grouped: int
     model: Facts
     show: Show
     name: ClassVar[str] = "graphs"
     kind: ClassVar[Any] = list[int]
 
     def describe(self) -> Facts:
-        return {**self.model, "graphs": [self.most, self.grouped]}
+        return {**self.model, "graphs": [self.most, self.least_grouped]}
 
     def admits(self, answer: Sequence[int]) -> bool:
         candidates = list_graph_sizes(self.most)
@@ -90,7 +91,7 @@ class GraphChoice:
         self._capture(list_graph_sizes(self.most))
         graphs = self.decode.graphs
         assert graphs is not None
-        return find_kept(graphs.sizes, [sum(map(_time_replay, graphs.list_replays(size))) for size in graphs.sizes])
+        return find_kept(graphs.sizes, [fmean(map(_time_replay, graphs.list_replays(size))) for size in graphs.sizes])
 
     def use(self, answer: Sequence[int]) -> None:
         if self.decode.graphs is None:
@@ -99,7 +100,7 @@ class GraphChoice:
             self.decode.graphs.keep(answer)
 
     def _capture(self, sizes: Sequence[int]) -> None:
-        for done, total in self.decode.capture(sizes, self.grouped):
+        for done, total in self.decode.capture(sizes, self.least_grouped):
             self.show(done, total, "graphs captured")
 
 

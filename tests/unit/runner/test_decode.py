@@ -50,7 +50,7 @@ def start(driver: Driver, samplings: tuple[TokenSampling, ...], most: int, group
     rows = [driver.start(Request([1, 2, 3, 4, 5], sampling), seed) for seed, sampling in enumerate(samplings)]
     driver.step([100] * len(rows))
     assert driver.runner.decode is not None
-    list(driver.runner.decode.capture(list_graph_sizes(most), grouped))
+    list(driver.runner.decode.capture(list_graph_sizes(most), int(grouped)))
     return [row for row in rows if row is not None]
 
 
@@ -248,7 +248,7 @@ def test_log_probs_of_replays(fake_graphs: FakeGraphs) -> None:
     )
     replaying, plain = make(True)[0], make(False)[0]
     assert replaying.decode is not None
-    list(replaying.decode.capture([1, 2, 4], grouped=False))
+    list(replaying.decode.capture([1, 2, 4], 0))
     pairs = [*zip(run(replaying, asking), run(plain, asking), strict=True)]
     assert fake_graphs.num_replays() == 5
     for done, expected in pairs:
@@ -268,7 +268,7 @@ def test_likeliest_tokens_of_replays(fake_graphs: FakeGraphs, num_silent: int) -
     )
     replaying, plain = make(True)[0], make(False)[0]
     assert replaying.decode is not None
-    list(replaying.decode.capture([1, 2, 4], grouped=False))
+    list(replaying.decode.capture([1, 2, 4], 0))
     for done, expected in zip(run(replaying, asking), run(plain, asking), strict=True):
         for name in ("token_ids", "top_rows", "top_counts", "top_ids"):
             assert as_i32(getattr(done, name)).tolist() == as_i32(getattr(expected, name)).tolist()
@@ -281,7 +281,7 @@ def test_results_outlive_the_next_replay(fake_graphs: FakeGraphs) -> None:
     """A launched step is collected after the next one was launched, which writes the same memory."""
     runner = make(True)[0]
     assert runner.decode is not None
-    list(runner.decode.capture([1, 2], grouped=False))
+    list(runner.decode.capture([1, 2], 0))
     rows = SyntheticRows(READY)
     launched = [
         runner.launch(step) for step in (rows.make_step([3, 3], FAST[:2]), *(rows.make_step() for _ in range(4)))
@@ -298,7 +298,7 @@ def test_results_outlive_the_next_replay(fake_graphs: FakeGraphs) -> None:
 def test_groups_need_graphs_of_their_own(fake_graphs: FakeGraphs, grouped: bool) -> None:
     runner, attention = make(True)
     assert runner.decode is not None
-    list(runner.decode.capture([1, 2, 4], grouped))
+    list(runner.decode.capture([1, 2, 4], int(grouped)))
     run(runner, FAST[:3], num_shared=2, num_grouped=2)
     assert fake_graphs.num_replays() == (5 if grouped else 0)
     assert attention.groups == [(PrefixGroup(0, 2, 2),)] * (5 if grouped else 0)
@@ -316,7 +316,7 @@ def test_groups_that_do_not_pay_are_computed_one_by_one(fake_graphs: FakeGraphs)
 
     runner, attention = make(True, pays)
     assert runner.decode is not None
-    list(runner.decode.capture([1, 2, 4], grouped=True))
+    list(runner.decode.capture([1, 2, 4], 1))
     run(runner, FAST[:3], num_shared=2, num_grouped=2)
     assert asked == [(2, 2 * READY.page_size)] * 5
     assert attention.groups == [(PrefixGroup(0, 2, 2),)] * 3
@@ -331,7 +331,7 @@ def test_a_capture_changes_nothing_but_padding(fake_graphs: FakeGraphs) -> None:
     tables = runner._rows.on_device
     assert runner._history is not None
     before = [tables.positions.clone(), tables.last_tokens[:-1].clone(), runner._history.ids[:-1].clone()]
-    list(runner.decode.capture([1, 2, 4], grouped=True))
+    list(runner.decode.capture([1, 2, 4], 1))
     after = [tables.positions, tables.last_tokens[:-1], runner._history.ids[:-1]]
     for old, new in zip(before, after, strict=True):
         assert torch.equal(old, new)

@@ -87,7 +87,7 @@ def test_graphs_follow_the_window_pages(tmp_path: Path, fake_graphs: FakeGraphs,
     replaying = make_runner(folder, with_graphs=True)
     assert replaying.decode is not None
     assert replaying.mixed is not None
-    list(replaying.decode.capture([1, 4], grouped=True))
+    list(replaying.decode.capture([1, 4], 1))
     list(replaying.mixed.capture([16], grouped=True))
     for (tokens, logprobs), (other, others) in zip(run(replaying), run(make_runner(folder, False)), strict=True):
         assert tokens == other

@@ -40,13 +40,13 @@ def test_large_sizes_are_few() -> None:
 class Graphs:
     """Captured graphs of a step that counts its calls; its tokens are their rows' numbers and the count's."""
 
-    def __init__(self, fake: FakeGraphs, sizes: list[int], grouped: bool, ends: Sequence[str] = ()) -> None:
+    def __init__(self, fake: FakeGraphs, sizes: list[int], least_grouped: int, ends: Sequence[str] = ()) -> None:
         self.fake = fake
         self.ended: list[str] = []
         self.calls: list[tuple[int, bool]] = []
         self.attention = FakeAttention()
         all_ends = {end: [fake.capturable(partial(self.go_on, link), link) for link in end.split("+")] for end in ends}
-        self.graphs = DecodeGraphs(fake.capturable(self.decode), all_ends, self.attention, sizes, grouped)
+        self.graphs = DecodeGraphs(fake.capturable(self.decode), all_ends, self.attention, sizes, least_grouped)
 
     def capture(self) -> DecodeGraphs:
         """Captures all; what is called afterwards is called by replays."""
@@ -70,14 +70,14 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
 
 
 def test_nothing_can_be_replayed_before_the_capture(fake: FakeGraphs) -> None:
-    graphs = Graphs(fake, [1, 2, 4], grouped=False).graphs
+    graphs = Graphs(fake, [1, 2, 4], 0).graphs
     assert graphs.find_size(1) == 0
     assert not graphs.has(1, grouped=False)
 
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_the_largest_is_captured_first_and_each_after_a_run_of_its_own(fake: FakeGraphs, grouped: bool) -> None:
-    graphs = Graphs(fake, [2, 1, 4], grouped)
+    graphs = Graphs(fake, [2, 1, 4], int(grouped))
     kinds = (False, True) if grouped else (False,)
     expected = [(size, kind) for size in (4, 2, 1) for kind in kinds for _ in ("computed", "captured")]
     progress = [*graphs.graphs.capture()]
@@ -89,15 +89,24 @@ def test_the_largest_is_captured_first_and_each_after_a_run_of_its_own(fake: Fak
 
 
 def test_the_smallest_graph_that_holds_the_rows(fake: FakeGraphs) -> None:
-    graphs = Graphs(fake, [1, 2, 4], grouped=False).graphs
+    graphs = Graphs(fake, [1, 2, 4], 0).graphs
     list(graphs.capture())
     assert [graphs.find_size(num_rows) for num_rows in range(1, 6)] == [1, 2, 4, 4, 0]
     assert [graphs.has(num_rows, grouped=False) for num_rows in range(1, 6)] == [True] * 4 + [False]
     assert not any(graphs.has(num_rows, grouped=True) for num_rows in range(1, 6))
 
 
+def test_few_rows_have_no_groups(fake: FakeGraphs) -> None:
+    graphs = Graphs(fake, [1, 2, 4, 8], 3)
+    assert [*graphs.graphs.capture()][-1] == (6, 6)
+    assert [size for size, grouped in graphs.calls[::2] if grouped] == [8, 4]
+    assert [num_rows for num_rows in range(1, 9) if graphs.graphs.has(num_rows, grouped=True)] == [3, 4, 5, 6, 7, 8]
+    assert all(graphs.graphs.has(num_rows, grouped=False) for num_rows in range(1, 9))
+    assert [len(graphs.graphs.list_replays(size)) for size in graphs.graphs.sizes] == [1, 1, 2, 2]
+
+
 def test_a_replay_gives_the_rows_without_padding(fake: FakeGraphs) -> None:
-    graphs = Graphs(fake, [1, 2, 4], grouped=True)
+    graphs = Graphs(fake, [1, 2, 4], 1)
     graphs.capture()
     first, logprobs = graphs.graphs.replay(3, ())
     assert (first.tolist(), logprobs.tolist()) == ([100, 101, 102], [-1.0] * 3)
@@ -112,7 +121,7 @@ def test_a_replay_gives_the_rows_without_padding(fake: FakeGraphs) -> None:
 
 
 def test_a_step_goes_on_with_the_end_that_is_asked_for(fake: FakeGraphs) -> None:
-    graphs = Graphs(fake, [1, 2], grouped=True, ends=["long", "end"])
+    graphs = Graphs(fake, [1, 2], 1, ends=["long", "end"])
     graphs.capture()
     assert [graph.name for graph in fake.graphs] == ["step", "long", "end"] * 4
     assert graphs.graphs.replay(2, (), "long")[0].tolist() == [104, 105]
@@ -126,7 +135,7 @@ def test_a_step_goes_on_with_the_end_that_is_asked_for(fake: FakeGraphs) -> None
 
 
 def test_something_can_be_done_before_the_last_link_of_an_end(fake: FakeGraphs) -> None:
-    graphs = Graphs(fake, [2], grouped=False, ends=["end", "first+last"])
+    graphs = Graphs(fake, [2], 0, ends=["end", "first+last"])
     graphs.capture()
     assert [graph.name for graph in fake.graphs] == ["step", "end", "first", "last"]
     assert graphs.graphs.replay(2, (), "first+last", lambda: graphs.ended.append("between"))[0].tolist() == [109, 110]
@@ -135,7 +144,7 @@ def test_something_can_be_done_before_the_last_link_of_an_end(fake: FakeGraphs) 
 
 
 def test_every_kept_graph_is_launched_once(fake: FakeGraphs) -> None:
-    graphs = Graphs(fake, [1, 2, 4], grouped=True, ends=["long", "begin+end"])
+    graphs = Graphs(fake, [1, 2, 4], 1, ends=["long", "begin+end"])
     list(graphs.graphs.capture())
     graphs.graphs.keep([1, 4])
     graphs.graphs.launch()
@@ -144,7 +153,7 @@ def test_every_kept_graph_is_launched_once(fake: FakeGraphs) -> None:
 
 
 def test_groups_are_set_before_a_replay_that_has_any(fake: FakeGraphs) -> None:
-    graphs = Graphs(fake, [1, 2, 4], grouped=True)
+    graphs = Graphs(fake, [1, 2, 4], 1)
     graphs.capture()
     assert graphs.graphs.has(3, grouped=True)
     graphs.graphs.replay(3, GROUP)
@@ -156,7 +165,7 @@ def test_groups_are_set_before_a_replay_that_has_any(fake: FakeGraphs) -> None:
 
 def test_collections_wait_for_all_captures(fake: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     collecting: list[bool] = []
-    graphs = Graphs(fake, [2, 4], grouped=False)
+    graphs = Graphs(fake, [2, 4], 0)
     capturable = fake.capturable(graphs.decode)
 
     def decode(num_rows: int, grouped: bool) -> tuple[Tensor, ...]:
@@ -177,7 +186,7 @@ def test_a_failed_capture_lets_collections_go_on() -> None:
             raise RuntimeError("out of memory")
         return torch.from_numpy(np.zeros(num_rows)), torch.zeros(num_rows)
 
-    graphs = DecodeGraphs(partial(decode, calls=[]), {}, FakeAttention(), [1], grouped=False)
+    graphs = DecodeGraphs(partial(decode, calls=[]), {}, FakeAttention(), [1], 0)
     with pytest.raises(RuntimeError, match="out of memory"):
         list(graphs.capture())
     assert gc.isenabled()
@@ -185,7 +194,7 @@ def test_a_failed_capture_lets_collections_go_on() -> None:
 
 
 def test_graphs_of_other_sizes_are_dropped(fake: FakeGraphs) -> None:
-    graphs = Graphs(fake, [1, 2, 4, 8], grouped=True).graphs
+    graphs = Graphs(fake, [1, 2, 4, 8], 1).graphs
     assert graphs.sizes == []
     list(graphs.capture())
     assert graphs.sizes == [1, 2, 4, 8]

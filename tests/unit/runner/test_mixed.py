@@ -266,7 +266,7 @@ def test_a_decoder_computes_the_same_tokens(
     assert replaying.mixed is not None
     assert replaying.decode is not None
     list(replaying.mixed.capture([16], grouped=False))
-    list(replaying.decode.capture([4], grouped=False))
+    list(replaying.decode.capture([4], 0))
     asking = TokenSampling(num_logprobs=0, num_prompt_logprobs=0)
     pairs = list(zip(run(replaying, asking, GREEDY), run(plain, asking, GREEDY), strict=True))
     assert (fake_graphs.num_replays("mixed"), fake_graphs.num_replays("step")) == (2, 2)

@@ -69,7 +69,7 @@ def new_driver(request: pytest.FixtureRequest) -> NewDriver:
             assert stage.decode is not None
             assert stage.mixed is not None
             if kind == "graphs":
-                list(stage.decode.capture([1, 2, 4], grouped=False))
+                list(stage.decode.capture([1, 2, 4], 0))
                 list(stage.mixed.capture([2, 8, 24], grouped=False))
         return driver
 

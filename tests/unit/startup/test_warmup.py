@@ -171,7 +171,7 @@ def test_warm_up_captures_and_replays(fake_graphs: FakeGraphs, ready: Ready, gro
 
     def capture() -> None:
         assert runner.decode is not None
-        list(runner.decode.capture(sizes, grouped))
+        list(runner.decode.capture(sizes, int(grouped)))
         assert not fake_graphs.num_replays()
 
     stages = StartupProgress(io.StringIO(), shown=False)
@@ -196,7 +196,7 @@ def test_large_steps_are_not_computed_again_around_graphs(
     def capture() -> None:
         captured.append(len(tokens))
         assert runner.decode is not None
-        list(runner.decode.capture([1], grouped=False))
+        list(runner.decode.capture([1], 0))
 
     monkeypatch.setattr(runner, "run", note)
     warm_up(runner, StartupProgress(io.StringIO(), shown=False), capture=capture)
@@ -216,7 +216,7 @@ def test_steps_are_rehearsed_until_they_are_captured(fake_graphs: FakeGraphs) ->
         assert all(rehearsed)
         rehearsed.clear()
         assert runner.decode is not None
-        list(runner.decode.capture([1], grouped=False))
+        list(runner.decode.capture([1], 0))
         assert rehearsed == [True, False]
         rehearsed.clear()
 

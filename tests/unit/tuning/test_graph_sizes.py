@@ -36,7 +36,7 @@ def make_decode() -> DecodePass:
 
 
 def choice_of(decode: DecodePass | None = None, **changed: Any) -> GraphChoice:
-    values: dict[str, Any] = {"most": 8, "grouped": True, "model": {"model": "tiny"}, "show": lambda *_: None}
+    values: dict[str, Any] = {"most": 8, "least_grouped": 1, "model": {"model": "tiny"}, "show": lambda *_: None}
     return GraphChoice(decode or make_decode(), **values | changed)
 
 
@@ -59,10 +59,17 @@ def test_graphs_that_a_larger_one_beats_are_left_out(fake_graphs: FakeGraphs) ->
     assert len(fake_graphs.list_steps()) == 8
 
 
+def test_sizes_with_groups_are_compared_with_those_without(fake_graphs: FakeGraphs) -> None:
+    """Fewer graphs of a size do not make it faster."""
+    fake_graphs.slow = {2: 2.5}
+    assert choice_of(least_grouped=4).measure() == [1, 4, 8]
+    assert len(fake_graphs.list_steps()) == 6
+
+
 def test_sizes_that_are_known_are_captured_alone(fake_graphs: FakeGraphs) -> None:
     """Without a look at the clock: one is slower than the next, and stays."""
     fake_graphs.slow = {2: 9.0}
-    choice = choice_of(grouped=False)
+    choice = choice_of(least_grouped=0)
     choice.use([2, 8])
     assert sizes_of(choice.decode) == [2, 8]
     assert fake_graphs.num_replays() == 0
@@ -88,8 +95,8 @@ def test_sizes_that_cannot_be_are_not_admitted(kept: list[int]) -> None:
 
 @pytest.mark.usefixtures("plain_kernels")
 def test_what_the_times_depend_on() -> None:
-    assert choice_of().describe() == {"model": "tiny", "graphs": [8, True]}
-    others: list[dict[str, Any]] = [{"most": 4}, {"grouped": False}, {"model": {}}]
+    assert choice_of().describe() == {"model": "tiny", "graphs": [8, 1]}
+    others: list[dict[str, Any]] = [{"most": 4}, {"least_grouped": 4}, {"model": {}}]
     assert all(choice_of(**changed).describe() != choice_of().describe() for changed in others)
 
 
