@@ -14,7 +14,7 @@ from toka_async.arrays import Int32, Int64
 from toka_async.attention.base import AttentionBatch
 from toka_async.attention.kv_cache import E4M3, KVCache
 from toka_async.kernels.decode import DecodeConfig, Partial, choose_parts, decode_attention, decode_config
-from toka_async.kernels.decode_work import UNEVEN, DecodeWork, divide_alike, divide_keys, needs_parts
+from toka_async.kernels.decode_work import DecodeWork, divide_alike, divide_keys, needs_parts
 from toka_async.kernels.launches.pdl import list_row_counts
 from toka_async.kernels.occupancy import count_resident
 
@@ -24,14 +24,14 @@ FEW_ROWS = 32  # rows of a graph below which all rows have as many parts: dividi
 
 @dataclass(slots=True, frozen=True)
 class DecodePlan:
-    """skip: int32 [rows], keys that rows leave out. work: None if no row is split and their order does not matter."""
+    """skip: int32 [rows], keys that rows leave out."""
 
     batch: AttentionBatch
     skip: Tensor | None
     window: int
     config: DecodeConfig
-    work: DecodeWork | None
-    partial: Partial | None
+    work: DecodeWork
+    partial: Partial
 
 
 class RowDecode:
@@ -58,9 +58,7 @@ class RowDecode:
         is_short = total < SHORT * num_rows
         programs = self.programs[is_short]
         is_split = needs_parts(longest, total, num_rows, programs)
-        work = None
-        if is_split or longest * num_rows > UNEVEN * total:
-            work = divide_keys(batch.contexts, num_rows, skip, window, programs, is_split)
+        work = divide_keys(batch.contexts, num_rows, skip, window, programs, is_split)
         self._set_plan(batch, skip, window, is_short, work)
 
     def plan_graph(self, batch: AttentionBatch, skip: Tensor | None, window: int) -> None:
@@ -100,11 +98,11 @@ class RowDecode:
             output,
             self.scale * scales.keys,
             step.config,
+            step.work,
+            step.partial,
             step.window,
             step.skip,
             prefix,
-            step.work,
-            step.partial,
             scales.values,
             sinks,
             self.soft_cap,
@@ -122,7 +120,7 @@ class RowDecode:
             zeros = torch.zeros((num_rows, 1), dtype=torch.int32, device=self.device)
             before = Partial(query[None], torch.zeros((1, num_rows, self.num_heads), device=self.device))
             alike = divide_alike(num_rows, 2, 1, self.device)
-            for is_short, work, prefix in product((False, True), (None, alike), (None, before)):
+            for is_short, prefix in product((False, True), (None, before)):
                 decode_attention(
                     query,
                     keys,
@@ -133,20 +131,20 @@ class RowDecode:
                     torch.empty_like(query),
                     self.scale,
                     self._choose_config(is_short),
+                    alike,
+                    self._make_partial(alike.num_partials),
                     window,
                     None if prefix is None else zeros[:, 0],
                     prefix,
-                    work,
-                    None if work is None else self._make_partial(work.num_partials),
                     1.0,
                     sinks,
                     self.soft_cap,
                 )
 
     def _set_plan(
-        self, batch: AttentionBatch, skip: Tensor | None, window: int, is_short: bool, work: DecodeWork | None
+        self, batch: AttentionBatch, skip: Tensor | None, window: int, is_short: bool, work: DecodeWork
     ) -> None:
-        partial = None if work is None else self._make_partial(work.num_partials)
+        partial = self._make_partial(work.num_partials)
         self.step = DecodePlan(batch, skip, window, self._choose_config(is_short), work, partial)
 
     def _make_partial(self, size: int) -> Partial:
@@ -175,6 +173,6 @@ class RowDecode:
         work, partial = divide_alike(1, 1, 1, self.device), self._make_partial(1)
         rows = zero, zero[0].long(), zero[0]
         kernel = decode_attention(
-            query, keys, keys, *rows, query, self.scale, config, work=work, partial=partial, soft_cap=self.soft_cap
+            query, keys, keys, *rows, query, self.scale, config, work, partial, soft_cap=self.soft_cap
         )
         return count_resident(kernel, self.device)

@@ -95,11 +95,11 @@ def decode_attention(
     output: Tensor,
     scale: float,
     config: DecodeConfig,
+    work: DecodeWork,
+    partial: Partial,
     window: int = 0,
     skip: Tensor | None = None,
     prefix: Partial | None = None,
-    work: DecodeWork | None = None,
-    partial: Partial | None = None,
     value_scale: float = 1.0,
     sinks: Tensor | None = None,
     soft_cap: float = 0.0,
@@ -107,11 +107,11 @@ def decode_attention(
     """Writes attention of query [rows, heads, dim] to output; all tensors are contiguous. Returns the kernel.
 
     keys, values [pages, kv_heads, page_size, dim]; page_table int32 [slots, width]; slots int64, contexts int32 [rows],
-    further entries are ignored. Rows of context 0 are left alone. window: a row sees its last `window` keys; 0: all of
+    further entries are ignored. Rows of context 0 are left alone. work: which program reads which keys. partial
+    [work.num_partials, ...]: float32 memory for partial results. window: a row sees its last `window` keys; 0: all of
     them. skip int32 [rows], prefix [p, rows, ...]: keys that a row leaves out, and attention over them (unread where
     skip is 0); a row whose window begins after its first key uses neither. prefix.output may be `output`, of one
-    partial. work: which program reads which keys; None: each row has one. partial [work.num_partials, ...]: float32
-    memory for partial results. value_scale: multiplies the result, of a prefix as well. sinks [heads]: logits that take
+    partial. value_scale: multiplies the result, of a prefix as well. sinks [heads]: logits that take
     part in the softmax of each row, without a value (arXiv:2309.17453); a prefix was attended without them. soft_cap: c
     of c * tanh(score / c), which limits scores but no sinks; 0: none.
     """
@@ -120,30 +120,29 @@ def decode_attention(
     assert query.is_contiguous()
     assert output.is_contiguous()
     assert (skip is None) == (prefix is None)
-    assert (work is None) == (partial is None)
-    num_items, pdl = num_rows if work is None else len(work.items), can_follow(query)
+    pdl = can_follow(query)
     factor, limit = fold_soft_cap(scale, soft_cap)
-    kernel = _decode[num_items * kv_heads,](
+    kernel = _decode[len(work.items) * kv_heads,](
         query,
         keys,
         values,
         page_table,
         slots,
         contexts,
-        None if work is None else work.items,
+        work.items,
         skip,
         None if prefix is None else prefix.output,
         None if prefix is None else prefix.lse,
         output,
-        None if partial is None else partial.output,
-        None if partial is None else partial.lse,
+        partial.output,
+        partial.lse,
         sinks,
         factor,
         1 / value_scale,
         page_table.stride(0),
         0 if prefix is None else prefix.lse.shape[0],
         num_rows,
-        0 if work is None else work.least,
+        work.least,
         kv_heads=kv_heads,
         group=num_heads // kv_heads,
         group_pad=max(16, triton.next_power_of_2(num_heads // kv_heads)),
@@ -158,7 +157,7 @@ def decode_attention(
         num_stages=config.num_stages,
         launch_pdl=pdl,
     )
-    if work is not None and partial is not None and len(work.merged):
+    if len(work.merged):
         merge(partial, work.merged, 1, output)
     return kernel
 
@@ -246,13 +245,11 @@ def _decode(
     number = tl.program_id(0)
     kv_head = number % kv_heads  # the heads of a page lie side by side
     item = (number // kv_heads).to(tl.int64)
-    row, part, num_parts = item, 0, 1
-    if items is not None:
-        row = tl.load(items + item * 3).to(tl.int64)
-        if row < 0:
-            return
-        part = tl.load(items + item * 3 + 1)
-        num_parts = tl.load(items + item * 3 + 2)
+    row = tl.load(items + item * 3).to(tl.int64)
+    if row < 0:
+        return
+    part = tl.load(items + item * 3 + 1)
+    num_parts = tl.load(items + item * 3 + 2)
     table = page_table + tl.load(slots + row) * table_stride
     length, first = find_first(contexts, skip, row, True, window)
 
@@ -262,9 +259,8 @@ def _decode(
     is_query = is_head[:, None] & (column < dim)[None, :]
     head = row * num_heads + kv_head * group + in_group
     in_parts = item * num_heads + kv_head * group + in_group
-    if length == 0:
-        if items is not None:  # the merge leaves a row out where it finds +inf
-            tl.store(lse + in_parts, float("inf"), mask=is_head & (num_parts > 1))
+    if length == 0:  # the merge leaves a row out where it finds +inf
+        tl.store(lse + in_parts, float("inf"), mask=is_head & (num_parts > 1))
         return
     place = head[:, None] * dim + column[None, :]
     operand: tl.constexpr = choose_operand(query.dtype.element_ty, keys.dtype.element_ty)
@@ -291,15 +287,13 @@ def _decode(
             top = new_top
     if window > 0:
         first = tl.maximum(first, length - window)
-    last = length
-    if items is not None:
-        share = tl.cdiv(tl.maximum(tl.cdiv(length - first, num_parts), least), block) * block
-        alone = first + share >= length  # no other program has keys of this row
-        first = first + part * share
-        last = tl.minimum(first + share, length)
-        if (first >= last) & (part > 0):  # no keys are left: the weight in the merge is 0
-            tl.store(lse + in_parts, top, mask=is_head)
-            return
+    share = tl.cdiv(tl.maximum(tl.cdiv(length - first, num_parts), least), block) * block
+    alone = first + share >= length  # no other program has keys of this row
+    first = first + part * share
+    last = tl.minimum(first + share, length)
+    if (first >= last) & (part > 0):  # no keys are left: the weight in the merge is 0
+        tl.store(lse + in_parts, top, mask=is_head)
+        return
 
     for start in range(first, last, block):
         position = start + tl.arange(0, block)
@@ -322,15 +316,12 @@ def _decode(
 
     total = tl.where(total > 0.0, total, 1.0)  # no keys give 0 and a log-sum-exp of -inf
     result = mixed / (total * divisor)[:, None]
-    if items is not None:
-        part_lse = tl.where(alone, float("inf"), top + tl.log2(total))
-        tl.store(lse + in_parts, part_lse, mask=is_head & (num_parts > 1))
-        if alone:
-            tl.store(output + place, result.to(output.dtype.element_ty), mask=is_query)
-        else:
-            tl.store(parts + in_parts[:, None] * dim + column[None, :], result, mask=is_query)
-    else:
+    part_lse = tl.where(alone, float("inf"), top + tl.log2(total))
+    tl.store(lse + in_parts, part_lse, mask=is_head & (num_parts > 1))
+    if alone:
         tl.store(output + place, result.to(output.dtype.element_ty), mask=is_query)
+    else:
+        tl.store(parts + in_parts[:, None] * dim + column[None, :], result, mask=is_query)
 
 
 @triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["merged"])

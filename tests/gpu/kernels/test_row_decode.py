@@ -100,7 +100,7 @@ def test_programs_of_a_multiprocessor_are_those_of_the_driver(dim: int, num_warp
     rows.plan_graph(batch, None, 0)
     assert rows.step is not None
     cache = (case.cache.keys[0], case.cache.values[0], batch.page_table, batch.slots, batch.contexts)
-    kernel = decode_attention(case.query, *cache, output, 1.0, config, work=work, partial=rows.step.partial)
+    kernel = decode_attention(case.query, *cache, output, 1.0, config, work, rows.step.partial)
     found, shared = ctypes.c_int(), kernel.metadata.shared
     status = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveBlocksPerMultiprocessor(
         ctypes.byref(found), ctypes.c_void_p(kernel.function), 32 * num_warps, ctypes.c_size_t(shared)

@@ -51,18 +51,18 @@ def test_uneven_rows_start_with_the_longest(window: int) -> None:
     rows = rows_of(case, 2)
     rows.plan(case.batch, lengths_of(case, window), None, window)
     assert rows.step is not None
-    assert rows.step.work is not None
     first = rows.step.work.items[0].tolist()
     assert first == ([1, 0, 1] if window else [3, 0, 2])
     check(rows, case, window)
 
 
-def test_even_rows_that_fill_the_chip_are_not_planned() -> None:
+def test_even_rows_that_fill_the_chip_are_not_split() -> None:
     case = case_of([40, 41, 42, 40])
     rows = rows_of(case, 1)
     rows.plan(case.batch, lengths_of(case), None, 0)
     assert rows.step is not None
-    assert rows.step.work is None
+    assert rows.step.work.items.tolist() == [[2, 0, 1], [1, 0, 1], [0, 0, 1], [3, 0, 1]]
+    assert len(rows.step.work.merged) == 0
     check(rows, case)
 
 
@@ -104,7 +104,6 @@ def test_one_plan_of_a_graph_serves_rows_of_any_lengths(contexts: Sequence[int],
         static.contexts.copy_(case.batch.contexts[places])
         rows.plan_graph(static, None, window)
         assert rows.step is not None
-        assert rows.step.work is not None
         assert rows.step.work.least == (0 if len(contexts) >= FEW_ROWS else 256)
         now = replace(static, context_lengths=case.batch.context_lengths[order])
         check(rows, replace(case, batch=now), window)
@@ -121,22 +120,22 @@ def test_graphs_of_few_rows_keep_what_they_were_captured_with() -> None:
 
 
 def test_each_kernel_runs_before_a_step_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rows and many; blocks of both kinds; with work and without; with a prefix and without."""
-    seen: set[tuple[bool, DecodeConfig, bool, bool]] = set()
+    """Few rows and many; blocks of both kinds; with a prefix and without."""
+    seen: set[tuple[bool, DecodeConfig, bool]] = set()
 
     def decode(query: Tensor, *rest: Any) -> Any:
-        config, window, prefix, work = rest[7], rest[8], rest[10], rest[11]
+        config, work, window, prefix = rest[7], rest[8], rest[10], rest[12]
+        assert isinstance(work, DecodeWork)
         assert window == 60
         assert prefix is None or isinstance(prefix, Partial)
-        assert work is None or isinstance(work, DecodeWork)
-        seen.add((len(query) > 16, config, work is None, prefix is None))
+        seen.add((len(query) > 16, config, prefix is None))
         return decode_attention(query, *rest)
 
     monkeypatch.setattr(row_decode, "decode_attention", decode)
     case = make_case(0, 16, 2, 2, 16, contexts=[3], dtype=torch.bfloat16, device=DEVICE)
     monkeypatch.setattr(row_decode, "list_row_counts", lambda _: [16, 17])  # where kernels start early
     rows_of(case, 2).run_each_kernel(60)
-    assert len(seen) == 16
+    assert len(seen) == 8
     seen.clear()
     rows_of(case, 2).run_each_kernel(60, [17])
-    assert len(seen) == 8
+    assert len(seen) == 4

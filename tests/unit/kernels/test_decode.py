@@ -41,7 +41,8 @@ def run(
 ) -> Tensor:
     output = torch.full_like(query, torch.nan) if output is None else output
     config = config or decode_config(case.dim, case.dtype)
-    partial = None if work is None else room(max(1, work.num_partials), case.heads, case.dim)
+    work = work or divide_alike(len(case.lengths), 1, 1, DEVICE)
+    partial = room(max(1, work.num_partials), case.heads, case.dim)
     keys, values, page_table, slots = case.cache
     decode_attention(
         query,
@@ -53,11 +54,11 @@ def run(
         output,
         SCALE * case.key_scale,
         config,
+        work,
+        partial,
         window,
         skip,
         prefix,
-        work,
-        partial,
         case.value_scale,
         sinks,
         soft_cap,
@@ -65,11 +66,11 @@ def run(
     return output
 
 
-def divided(case: PagedCase, how: str, skip: Tensor | None = None, window: int = 0) -> DecodeWork | None:
-    """No division, one into parts alike of which some are empty, or one by the rows' lengths."""
+def divided(case: PagedCase, how: str, skip: Tensor | None = None, window: int = 0) -> DecodeWork:
+    """One program for each row, a division into parts alike of which some are empty, or one by the rows' lengths."""
     num_rows = len(case.lengths)
     if how == "whole":
-        return None
+        return divide_alike(num_rows, 1, 1, DEVICE)
     if how == "alike":
         return divide_alike(num_rows, 3, 1, DEVICE)
     return divide_keys(case.contexts, num_rows, skip, window, num_programs=2, is_split=how == "split")
@@ -298,7 +299,7 @@ def test_programs_without_keys_leave_nothing_behind() -> None:
     output = torch.full_like(query, torch.nan)
     work = divide_alike(3, 4, 32, DEVICE)
     config = decode_config(case.dim, case.dtype)
-    decode_attention(query, *case.cache, case.contexts, output, SCALE, config, work=work, partial=partial)
+    decode_attention(query, *case.cache, case.contexts, output, SCALE, config, work, partial)
     torch.testing.assert_close(output, expected(case, query), atol=1e-5, rtol=1e-5)
     assert partial.output[:4].isnan().all()  # of the first row, never written and never read
 
