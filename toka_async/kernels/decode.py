@@ -17,6 +17,7 @@ from torch import Tensor
 
 from toka_async.kernels.decode_work import MOST_PARTS, DecodeWork, find_first
 from toka_async.kernels.launches.pdl import can_follow, follow
+from toka_async.kernels.launches.sizes import divide_up, round_to_power
 from toka_async.kernels.stored import choose_operand, to_operand
 
 LOG2E = 1.4426950408889634
@@ -145,9 +146,9 @@ def decode_attention(
         work.least,
         kv_heads=kv_heads,
         group=num_heads // kv_heads,
-        group_pad=max(16, triton.next_power_of_2(num_heads // kv_heads)),
+        group_pad=max(16, round_to_power(num_heads // kv_heads)),
         dim=dim,
-        dim_pad=max(16, triton.next_power_of_2(dim)),
+        dim_pad=max(16, round_to_power(dim)),
         page_size=page_size,
         window=window,
         limit=limit,
@@ -174,7 +175,7 @@ def merge(partial: Partial, merged: Tensor, stride: int, output: Tensor) -> None
     the one before. A row stays as it is if it has fewer than two, if an lse is +inf, or if all are -inf (no keys).
     """
     (num_heads, dim), pdl = output.shape[1:], can_follow(output)
-    _merge[len(merged), triton.cdiv(num_heads, MERGED_HEADS)](
+    _merge[len(merged), divide_up(num_heads, MERGED_HEADS)](
         partial.output,
         partial.lse,
         merged,
@@ -185,7 +186,7 @@ def merge(partial: Partial, merged: Tensor, stride: int, output: Tensor) -> None
         heads=MERGED_HEADS,
         at_once=MERGED_AT_ONCE,
         dim=dim,
-        dim_pad=triton.next_power_of_2(dim),
+        dim_pad=round_to_power(dim),
         pdl=pdl,
         num_warps=4,
         launch_pdl=pdl,

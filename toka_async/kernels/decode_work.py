@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from toka_async.kernels.launches.sizes import divide_up
+
 MOST_PARTS = 32  # of a row; the merge reads the weights of so many at once
 UNEVEN = 1.3  # times the mean that the longest row must have for smaller parts to pay
 _FEW_ROWS = 16  # with more rows, only larger parts pay
@@ -57,7 +59,7 @@ def divide_keys(
     num_partials = min(2 * more, num_items)
     items = torch.empty((num_items, 3), dtype=torch.int32, device=contexts.device)
     merged = torch.empty((min(num_partials // 2, num_rows), 3), dtype=torch.int32, device=contexts.device)
-    _divide[triton.cdiv(num_rows, _BLOCK_ROWS),](
+    _divide[divide_up(num_rows, _BLOCK_ROWS),](
         contexts,
         skip,
         items,

@@ -83,11 +83,11 @@ class FewRowsProducts:
         norm: of x, before; weight [k].
         """
         chosen = self._chosen.get(_describe(weight, finish))
-        tile = None if chosen is None else chosen.find(len(x))
+        tile = None if chosen is None else chosen.find(x.shape[0])
         if tile is None or not _can_read(x, weight) or (norm is not None and x.dtype not in NORMED_DTYPES):
             return None
         if output is None:
-            output = x.new_empty(len(x), weight.shape[0] // (1 if finish in (STORE, ADD) else 2))
+            output = x.new_empty(x.shape[0], weight.shape[0] // (1 if finish in (STORE, ADD) else 2))
         assert output.is_contiguous()
         self.run(finish, tile, x, weight, output, bias, norm)
         return output
@@ -114,7 +114,7 @@ class FewRowsProducts:
         values, scales, block_stride = split_weight(weight)
         n, k = values.shape
         gated = finish not in (STORE, ADD)
-        num_rows, pdl = len(x), can_follow(x)
+        num_rows, pdl = x.shape[0], can_follow(x)
         num_weights = tile.columns * (2 if gated else 1)  # rows of the matrix that a program reads
         norm_weight, eps = norm or (None, 0.0)
         num_programs = n // num_weights

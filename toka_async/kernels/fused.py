@@ -191,7 +191,7 @@ class FusedOps:
         output: Tensor | None = None,
         norm: Norm | None = None,
     ) -> Tensor | None:
-        if self.few_rows is None or len(x) > FEW_ROWS:
+        if self.few_rows is None or x.shape[0] > FEW_ROWS:
             return None
         return self.few_rows.compute(finish, x, weight, bias, output, norm)
 

@@ -76,11 +76,12 @@ class GatedProducts:
         """
         shape = _shape(weight, activation)
         chosen = self._chosen.get(shape)
-        tile = None if chosen is None or len(x) < self.fewest else chosen.find(len(x))
+        num_rows = x.shape[0]
+        tile = None if chosen is None or num_rows < self.fewest else chosen.find(num_rows)
         if tile is None or not can_copy(x, weight):
             return None
         dtype = x.dtype if scales is None else scales.dtype
-        output = torch.empty(len(x), shape.inner, dtype=dtype, device=x.device)
+        output = torch.empty(num_rows, shape.inner, dtype=dtype, device=x.device)
         self.run(activation, tile, x, weight, output, scales=scales)
         return output
 

@@ -46,7 +46,7 @@ class TunedProducts:
 
     def _choice(self, product: Product, *operands: Tensor) -> Algorithm | None:
         chosen = self._chosen.get(product)
-        algorithm = None if chosen is None else chosen.find(len(operands[0]))
+        algorithm = None if chosen is None else chosen.find(operands[0].shape[0])
         if algorithm is None or not all(x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0 for x in operands):
             return None
         return algorithm

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.decode import Partial, cap_scores, fold_soft_cap, load_sinks
+from toka_async.kernels.launches.sizes import round_to_power
 from toka_async.kernels.stored import choose_operand, to_operand
 
 GLUON = "3.6."  # versions of Triton for which `prefill_hopper` is written: each has another Gluon
@@ -81,7 +82,7 @@ def list_prefill_configs(head_dim: int, group_size: int, dtype: torch.dtype) -> 
 
     Further ones need less shared memory; `kernels.built` finds the first that fits a chip.
     """
-    least = triton.next_power_of_2(group_size)
+    least = round_to_power(group_size)
     if dtype == torch.float32:
         return [PrefillConfig(max(16, least), 32 if head_dim <= 128 else 16, num_warps=4, num_stages=1)]
     if head_dim > 256:
@@ -204,7 +205,7 @@ def _launch(
         kv_heads=kv_heads,
         group=group,
         dim=dim,
-        dim_pad=max(16, triton.next_power_of_2(dim)),
+        dim_pad=max(16, round_to_power(dim)),
         page_size=page_size,
         window=window,
         limit=limit,

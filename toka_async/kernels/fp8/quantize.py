@@ -17,6 +17,7 @@ from torch import Tensor
 
 from toka_async.kernels.activation import NAMES, activate
 from toka_async.kernels.launches.pdl import can_follow, follow
+from toka_async.kernels.launches.sizes import divide_up, round_to_power
 from toka_async.kernels.scaled_weight import BLOCK, Quantized
 
 ROW_MULTIPLE: Final = 4  # rows of scales by groups, which cuBLASLt asks for
@@ -55,13 +56,13 @@ def _run(
 ) -> tuple[Quantized, Tensor]:
     assert x.is_contiguous()
     num_rows = len(x)
-    padded = triton.cdiv(num_rows, ROW_MULTIPLE) * ROW_MULTIPLE
+    padded = divide_up(num_rows, ROW_MULTIPLE) * ROW_MULTIPLE
     assert not by_block or k % BLOCK == 0
     values = torch.empty(padded, k, dtype=FP8, device=x.device)[:num_rows]
     scales = torch.empty(k // BLOCK if by_block else 1, padded, dtype=torch.float32, device=x.device)
     added = x if residual is None else torch.empty_like(x)
-    width = BLOCK if by_block else triton.next_power_of_2(k)
-    groups = triton.next_power_of_2(triton.cdiv(k, width))
+    width = BLOCK if by_block else round_to_power(k)
+    groups = round_to_power(divide_up(k, width))
     if norm is None:
         groups = min(groups, max(1, _CELLS // width))
     rows = max(1, _CELLS // (groups * width)) if norm is not None else 1
@@ -69,7 +70,7 @@ def _run(
     # What is added may come from other ranks, so that a kernel of another stream is in front of this one.
     pdl = residual is None and can_follow(x)
     if num_rows:
-        _quantize[(triton.cdiv(num_rows, rows), triton.cdiv(k, groups * width))](
+        _quantize[(divide_up(num_rows, rows), divide_up(k, groups * width))](
             x,
             residual,
             weight,

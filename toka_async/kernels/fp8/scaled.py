@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from toka_async.kernels.launches.sizes import divide_up
 from toka_async.kernels.scaled_weight import BLOCK, Quantized, ScaledWeight, split_weight
 
 _GROUP_TILES = 8  # row tiles that share weights in the L2 cache
@@ -42,7 +43,7 @@ def choose_scaled_tile(num_rows: int, num_outputs: int) -> ScaledTile:
     """Chooses the best tile that makes enough programs, or the smallest."""
     tiles = next(tiles for most, tiles in TILES.items() if num_rows <= most)
     for tile in tiles:
-        if triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_outputs, tile.columns) >= _ENOUGH:
+        if divide_up(num_rows, tile.rows) * divide_up(num_outputs, tile.columns) >= _ENOUGH:
             return tile
     return tiles[-1]
 
@@ -68,7 +69,7 @@ def multiply_scaled(
     output = torch.empty(num_rows, n, dtype=dtype, device=x.device) if residual is None else residual
     tile = tile or choose_scaled_tile(num_rows, n)
     if num_rows:
-        _scaled_product[(triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns),)](
+        _scaled_product[(divide_up(num_rows, tile.rows) * divide_up(n, tile.columns),)](
             x,
             x_scales,
             weight.values,

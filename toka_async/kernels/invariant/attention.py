@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.decode import cap_scores, fold_soft_cap, load_sinks
+from toka_async.kernels.launches.sizes import round_to_power
 from toka_async.kernels.stored import choose_operand, to_operand
 
 
@@ -37,7 +38,7 @@ def choose_query_tile(head_dim: int, group_size: int, dtype: torch.dtype) -> Que
 
     Of heads beyond 256 dimensions, no more than 32 fit the shared memory of small chips.
     """
-    least = triton.next_power_of_2(group_size)
+    least = round_to_power(group_size)
     if dtype == torch.float32:
         return QueryTile(max(16, least), 32 if head_dim <= 128 else 16, num_warps=4, num_stages=1)
     if head_dim > 256:
@@ -91,7 +92,7 @@ def attend_tiles(
         kv_heads=kv_heads,
         group=group,
         dim=dim,
-        dim_pad=max(16, triton.next_power_of_2(dim)),
+        dim_pad=max(16, round_to_power(dim)),
         page_size=page_size,
         limit=limit,
         block_queries=config.block_queries,

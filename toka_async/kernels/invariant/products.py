@@ -20,6 +20,7 @@ from toka_async.kernels.fp8.ops import ScaledKernels
 from toka_async.kernels.fp8.products import ScaledProducts
 from toka_async.kernels.fp8.scaled import LARGEST_TILE
 from toka_async.kernels.fused import FusedOps
+from toka_async.kernels.launches.sizes import divide_up
 
 _GROUP = 8  # row tiles that share weights in the L2 cache
 _WIDE = 8192  # outputs from which on wide tiles keep a chip busy with one tile of rows
@@ -66,7 +67,7 @@ def multiply(
     output = x.new_empty(num_rows, n) if residual is None else residual
     tile = tile or choose_tile(n, x.dtype)
     if num_rows:
-        _product[(triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns),)](
+        _product[(divide_up(num_rows, tile.rows) * divide_up(n, tile.columns),)](
             x,
             weight,
             bias,

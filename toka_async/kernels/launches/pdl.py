@@ -19,7 +19,7 @@ FEW_ROWS = 16  # of a step that is so short that the time between its kernels co
 
 def can_follow(x: Tensor) -> bool:
     """Tells whether a kernel over these rows should start before the one in front of it has ended."""
-    return x.is_cuda and len(x) <= FEW_ROWS and _is_supported(x.device)
+    return x.is_cuda and x.shape[0] <= FEW_ROWS and _is_supported(x.device)
 
 
 def list_row_counts(device: torch.device) -> list[int]:

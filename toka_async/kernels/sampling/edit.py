@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from toka_async.kernels.launches.sizes import divide_up, round_to_power
 from toka_async.kernels.sampling.kernels import RowTable, SamplingKernels
 from toka_async.kernels.sampling.raw import find_likeliest, restore
 from toka_async.kernels.sampling.row import (
@@ -181,7 +182,7 @@ class EditKernels:
         """Finds the likeliest tokens of rows that ask for them before the logits are edited, or after it."""
         maxima, picks = self._workspace
         num_lines = maxima.shape[1]
-        part_lines = min(_PART_LINES, triton.next_power_of_2(num_lines))
+        part_lines = min(_PART_LINES, round_to_power(num_lines))
         find_likeliest[(len(slots),)](
             logits,
             slots,
@@ -199,12 +200,12 @@ class EditKernels:
             vocab=self._vocab,
             seen_stride=table.seen.stride(0),
             num_lines=num_lines,
-            padded_lines=triton.next_power_of_2(num_lines),
+            padded_lines=round_to_power(num_lines),
             part_lines=part_lines,
-            num_parts=triton.cdiv(num_lines, part_lines),
+            num_parts=divide_up(num_lines, part_lines),
             picks_stride=picks.stride(0),
             num_top=NUM_TOP,
-            padded_top=triton.next_power_of_2(NUM_TOP),
+            padded_top=round_to_power(NUM_TOP),
             num_warps=8,
             **self._shape(logits),
         )

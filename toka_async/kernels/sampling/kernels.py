@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
+from toka_async.kernels.launches.sizes import divide_up, round_to_power
 from toka_async.kernels.sampling.candidates import gather
 from toka_async.kernels.sampling.draw import draw
 from toka_async.kernels.sampling.kept import measure, renormalize
@@ -75,8 +75,8 @@ class SamplingKernels:
         self.vocab_size = vocab_size
         self._chunk_lines = chunk // line
         self._part_lines = min(_PART_LINES, self._chunk_lines)
-        self._num_lines = triton.cdiv(vocab_size, line)
-        self._num_chunks = triton.cdiv(vocab_size, chunk)
+        self._num_lines = divide_up(vocab_size, line)
+        self._num_chunks = divide_up(vocab_size, chunk)
         self._num_candidates = num_candidates
 
         def floats(*shape: int) -> Tensor:
@@ -137,7 +137,7 @@ class SamplingKernels:
         """
         num_rows, num_top = top_values.shape
         if num_rows:
-            padded_top = triton.next_power_of_2(num_top)
+            padded_top = round_to_power(num_top)
             renormalize[(num_rows,)](
                 kept, masses, logprobs, top_values, num_top=num_top, padded_top=padded_top, num_warps=1
             )
@@ -188,9 +188,9 @@ class SamplingKernels:
             *self._candidates,
             *output,
             num_chunks=self._num_chunks,
-            padded_chunks=triton.next_power_of_2(self._num_chunks),
+            padded_chunks=round_to_power(self._num_chunks),
             part_lines=self._part_lines,
-            num_parts=triton.cdiv(self._num_lines, self._part_lines),
+            num_parts=divide_up(self._num_lines, self._part_lines),
             num_candidates=self._num_candidates,
             num_warps=8,
             **self._shape(logits, table),
@@ -223,7 +223,7 @@ class SamplingKernels:
             **shape,
         )
         chunks = {"num_chunks": self._num_chunks, "chunk_lines": self._chunk_lines, "num_lines": self._num_lines}
-        padded_chunks = triton.next_power_of_2(self._num_chunks)
+        padded_chunks = round_to_power(self._num_chunks)
         summed = (
             logits,
             slots,
@@ -249,7 +249,7 @@ class SamplingKernels:
             self._num_sure,
             *self._candidates,
             num_lines=self._num_lines,
-            padded_lines=triton.next_power_of_2(self._num_lines),
+            padded_lines=round_to_power(self._num_lines),
             num_chunks=self._num_chunks,
             padded_chunks=padded_chunks,
             num_candidates=self._num_candidates,
@@ -283,7 +283,7 @@ class SamplingKernels:
             table.seen,
             masks,
         )
-        chunks = {"num_chunks": self._num_chunks, "padded_chunks": triton.next_power_of_2(self._num_chunks)}
+        chunks = {"num_chunks": self._num_chunks, "padded_chunks": round_to_power(self._num_chunks)}
         draw[(num_rows,)](
             *row,
             self.bounds,
@@ -301,7 +301,7 @@ class SamplingKernels:
             **chunks,
             **shape,
         )
-        num_parts = triton.cdiv(self._num_lines, self._part_lines)
+        num_parts = divide_up(self._num_lines, self._part_lines)
         reject[(num_rows,)](
             *row,
             self._stats,
@@ -309,7 +309,7 @@ class SamplingKernels:
             *output,
             part_lines=self._part_lines,
             num_parts=num_parts,
-            padded_parts=triton.next_power_of_2(num_parts),
+            padded_parts=round_to_power(num_parts),
             num_warps=8,
             **chunks,
             **shape,
