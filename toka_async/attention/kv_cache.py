@@ -65,7 +65,7 @@ class KVCache:
     ) -> None:
         """stored: None: keys and values as they are. can_sleep: a GPU's memory can be given back and taken again.
 
-        Memory that can is also taken sooner: torch takes 100 GB in blocks of 20 MB (half a second).
+        Such memory is also taken sooner: torch takes a large cache in thousands of blocks.
         """
         stored = stored or CacheFormat(dtype)
         assert stored.dtype in (dtype, E4M3)

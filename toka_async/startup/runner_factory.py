@@ -485,7 +485,7 @@ class RunnerFactory:
         """Makes a runner over a new cache. choose: see `build_attention`; None: the runner is for a trial."""
         spec, limits, page_size = self.rank_spec, self.limits, self.config.cache.page_size
         show = show_nothing if choose is None else self.stages.show
-        can_sleep = choose is not None
+        can_sleep = choose is not None  # a trial's cache is counted as torch's memory
         window = self.spec.window
         num_window_pages = resolve_num_window_pages(self.config.cache, limits, window, num_pages)
         # One page more, for rows that only fill up a batch.
