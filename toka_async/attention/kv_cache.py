@@ -102,6 +102,11 @@ class KVCache:
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of a GPU that torch does not count: 0 while it is released, and where torch took the memory."""
+        return 0 if self._memory is None else self._memory.mapped_bytes
+
     def make_zero_queries(self, num_tokens: int, num_heads: int) -> Tensor:
         """Makes queries [tokens, heads, dim] with which kernels are tried."""
         return torch.zeros((num_tokens, num_heads, self.head_dim), dtype=self.dtype, device=self.device)

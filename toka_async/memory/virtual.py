@@ -70,6 +70,11 @@ class VirtualMemory:
     def is_mapped(self) -> bool:
         return bool(self._mapped)
 
+    @property
+    def mapped_bytes(self) -> int:
+        """How much physical memory it has now. Any thread may ask."""
+        return sum(size for _, size, _ in tuple(self._mapped))
+
     def restore(self) -> None:
         """Takes the memory, whose contents are undefined. Raises MemoryStaysError when there is too little left."""
         if self._mapped:

@@ -192,7 +192,7 @@ def serve(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank
             progress.end()
         send(step)
 
-    watch_steps(link, progress)
+    watch_steps(link, progress, rank.control.count_mapped_bytes)
     sender = threading.Thread(
         target=send_results, args=(link, launched, end_step, rank.enter_thread), name="results", daemon=True
     )
@@ -217,8 +217,11 @@ def serve(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank
         report_device_failure(link, error)
 
 
-def watch_steps(link: ParentLink, progress: WorkProgress) -> None:
-    """End the process when a GPU hangs. On a CPU a step may take any time."""
+def watch_steps(link: ParentLink, progress: WorkProgress, count_mapped: Callable[[], int]) -> None:
+    """End the process when a GPU hangs. On a CPU a step may take any time.
+
+    count_mapped: counts bytes of the GPU that torch's allocator does not.
+    """
     if link.spec.config.model.device == "cpu":
         return
     import torch
@@ -229,8 +232,9 @@ def watch_steps(link: ParentLink, progress: WorkProgress) -> None:
     total = torch.cuda.get_device_properties(device).total_memory
 
     def make_alive() -> Alive:
-        # The allocator's own counts: asking the driver could wait for a device that hangs.
-        return Alive((torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), total))
+        # Our and the allocator's own counts: asking the driver could wait for a device that hangs.
+        mapped = count_mapped()
+        return Alive((torch.cuda.memory_allocated(device) + mapped, torch.cuda.memory_reserved(device) + mapped, total))
 
     answer_while_moving(link, progress, link.spec.config.server.step_timeout, "a step", make_alive)
 

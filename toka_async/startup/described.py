@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -10,12 +11,16 @@ from torch import nn
 from toka_async.messages import RankDevice
 from toka_async.startup.device import name_device
 from toka_async.startup.memory import read_available_memory
+from toka_async.weights.rank_control import SleepingCache
 
 
-def describe_device(rank: int, device: torch.device, types: str, weights: int, cache: int) -> RankDevice:
-    """types: for people. weights, cache: their bytes."""
+def describe_device(
+    rank: int, device: torch.device, types: str, weights: int, caches: Sequence[SleepingCache]
+) -> RankDevice:
+    """types: for people. weights: their bytes."""
+    cache = sum(each.num_bytes for each in caches)
     if device.type == "cuda":
-        used = torch.cuda.memory_reserved(device)
+        used = torch.cuda.memory_reserved(device) + sum(each.mapped_bytes for each in caches)
         free, total = torch.cuda.mem_get_info(device)
     else:
         used = weights + cache

@@ -202,13 +202,12 @@ class RunnerFactory:
         self._warm_up(runner, decoder, max_graph_rows, max_graph_tokens)
         self.stages.report()
         self.tuning_cache.report()
-        assert isinstance(runner.cache, KVCache | LayeredCache)
         described = describe_device(
             self.coords.world_rank,
             self.device,
             name_types(self.spec, self.dtype, self.config.cache),
             count_weight_bytes(cast(nn.Module, decoder)),
-            runner.cache.num_bytes,
+            _list_caches(runner),
         )
         runner.ready = msgspec.structs.replace(runner.ready, ranks=(described,), token_seconds=token_seconds)
         if self.left_to_compile is not None and self.coords.device_index == 0:  # once for all ranks and replicas
@@ -218,15 +217,11 @@ class RunnerFactory:
     def make_control(self, runner: Runner, rank: int, number: int) -> RankControl:
         """Makes what a trainer controls. rank: in the replica. number: among all ranks of all replicas."""
         assert self.decoder is not None
-        assert isinstance(runner.cache, KVCache | LayeredCache)
-        caches: list[SleepingCache] = [runner.cache]
-        if runner.states is not None:
-            caches.append(runner.states)
 
         def build_whole(dtype: torch.dtype) -> RankModel:
             return build_model(self.spec, self.model_dir, self.config.model, dtype, torch.device("meta"))
 
-        return RankControl(self.decoder, build_whole, caches, rank, number)
+        return RankControl(self.decoder, build_whole, _list_caches(runner), rank, number)
 
     def describe_kept(self) -> str:
         """Describes what a build left on the disk for later starts, and what it could not leave there."""
@@ -598,3 +593,8 @@ class RunnerFactory:
             "invariant": self.invariant,
             "ranks": [self.groups.tensor.size, self.groups.world.size],
         }
+
+
+def _list_caches(runner: Runner) -> list[SleepingCache]:
+    assert isinstance(runner.cache, KVCache | LayeredCache)
+    return [runner.cache] if runner.states is None else [runner.cache, runner.states]

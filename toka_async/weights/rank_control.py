@@ -57,6 +57,14 @@ logger = logging.getLogger(__name__)
 class SleepingCache(Protocol):
     """The part of the KV cache, and of the states of recurrent layers, that sleeps."""
 
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of a GPU that torch does not count."""
+        ...
+
     def release(self) -> None: ...
 
     def restore(self) -> None: ...
@@ -90,6 +98,10 @@ class RankControl:
         self._update: WeightUpdate | None = None
         self._groups: dict[str, BroadcastGroup] = {}
         self._buckets = OpenBuckets(self._device)  # of the open update
+
+    def count_mapped_bytes(self) -> int:
+        """Counts the bytes of a GPU that caches have now and torch does not count. Any thread may ask."""
+        return sum(cache.mapped_bytes for cache in self._caches)
 
     def launch(self, control: Control) -> Callable[[], ControlDone]:
         """Carries out an action as far as it is the host's; returns what waits for the device."""

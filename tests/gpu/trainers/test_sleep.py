@@ -28,8 +28,11 @@ def test_graphs_are_valid_after_sleep_and_updates(tmp_path: Path) -> None:
     trainer, prompts = Trainer(engine), [[1, 2, 3, 4] * 9, [5] * 30]
     first = [each.samples[0].token_ids for each in engine.run(prompts)]
     trainer.act(Pause(mode="abort"))
+    awake = engine.control.count_mapped_bytes()
     assert trainer.act(Sleep()).error == ""
+    assert engine.control.count_mapped_bytes() == 0
     assert trainer.act(Wake()).error == ""
+    assert engine.control.count_mapped_bytes() == awake > 0
     trainer.act(Resume())
     assert [each.samples[0].token_ids for each in engine.run(prompts)] == first
     trainer.update([*read_checkpoint(tmp_path / "new").items()])

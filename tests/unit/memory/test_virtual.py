@@ -62,13 +62,14 @@ def test_memory_is_taken_again_at_its_addresses(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(virtual, "PIECE", 2 * UNIT + 3)
     driver = NotingDriver(room=200)
     memory = VirtualMemory(5 * UNIT - 1, driver)
-    assert memory.num_bytes == 5 * UNIT
+    assert memory.num_bytes == memory.mapped_bytes == 5 * UNIT
     before = {address: size for address, (size, _) in driver.mapped.items()}
     assert before == {4096: 32, 4128: 32, 4160: 16}
     assert driver.room == 200 - 80
     for _ in range(2):
         memory.release()
     assert not memory.is_mapped
+    assert memory.mapped_bytes == 0
     assert not driver.mapped
     assert driver.room == 200
     for _ in range(2):

@@ -264,7 +264,7 @@ def run_serve(
     entered: list[str] = []
     queue: SimpleQueue[Collect] = SimpleQueue()
     patch.setattr(rank, "SimpleQueue", lambda: queue)
-    control = SimpleNamespace(launch=lambda order: lambda: ControlDone(number=order.number))
+    control = SimpleNamespace(launch=lambda order: lambda: ControlDone(number=order.number), count_mapped_bytes=None)
     started = BuiltRank(
         READY,
         lambda step: launch(step).collect,
@@ -423,10 +423,10 @@ def test_a_rank_tells_of_its_gpu_and_of_a_step_that_hangs(
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 2)
     now = 0.0
     progress = WorkProgress(lambda: now)
-    rank.watch_steps(link, progress)
+    rank.watch_steps(link, progress, lambda: 40)
     progress.begin()
     link.on_beat()
-    assert link.statuses == [Alive((1, 2, 3) if has_gpu else None)]
+    assert link.statuses == [Alive((41, 42, 3) if has_gpu else None)]
     now = 301.0
     if has_gpu:
         with pytest.raises(SystemExit):

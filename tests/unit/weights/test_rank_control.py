@@ -26,7 +26,10 @@ from toka_async.weights.rank_control import RankControl
 
 
 class Cache:
-    """Nothing of it is called."""
+    """Does not sleep."""
+
+    num_bytes = 70
+    mapped_bytes = 72
 
     def release(self) -> None:
         raise AssertionError
@@ -48,6 +51,10 @@ def control(tmp_path_factory: pytest.TempPathFactory) -> RankControl:
         rank=1,
         number=3,
     )
+
+
+def test_memory_that_torch_does_not_count(control: RankControl) -> None:
+    assert control.count_mapped_bytes() == 72
 
 
 def run(control: RankControl, action: RankAction) -> ControlDone:

@@ -34,6 +34,10 @@ class LayeredCache:
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in self.parts)
 
+    @property
+    def mapped_bytes(self) -> int:
+        return sum(part.mapped_bytes for part in self.parts)
+
     def release(self) -> None:
         """See `KVCache.release`."""
         for part in self.parts:

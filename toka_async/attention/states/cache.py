@@ -56,6 +56,15 @@ class StateCache:
             self.inputs = torch.zeros(inputs, dtype=dtype, device=device)
         self._is_released = False
 
+    @property
+    def num_bytes(self) -> int:
+        return self.recurrent.nbytes + self.inputs.nbytes
+
+    @property
+    def mapped_bytes(self) -> int:
+        """See `KVCache.mapped_bytes`."""
+        return 0 if self._memory is None else self._memory.mapped_bytes
+
     def begin(self, slots: Int32, snapshots: Int32) -> None:
         """Begins rows with the states of snapshots; -1, or no snapshots: without a state, which is zeros."""
         snapshots = snapshots if snapshots.size else np.full_like(slots, -1)

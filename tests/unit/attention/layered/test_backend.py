@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from toka_async.attention.base import AttentionBatch, ChunkRows, ChunkStates, Pr
 from toka_async.attention.build import BuiltAttention
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.layered.backend import LayeredCache, join_attention
+from toka_async.memory.virtual import VirtualMemory
 
 CPU = torch.device("cpu")
 LAYERS = ((0, 2, 3), (1, 4))
@@ -142,6 +144,16 @@ def test_a_group_pays_if_it_does_for_all() -> None:
 def test_one_shape_is_left_as_it_is() -> None:
     built = BuiltAttention(Part(1, 0))
     assert join_attention([built], [(0, 1)]) is built
+
+
+def test_what_all_shapes_have_is_counted() -> None:
+    parts = [KVCache(2, 3, heads, 4, dim, torch.float32, CPU) for heads, dim in ((2, 4), (1, 8))]
+    cache = LayeredCache(parts)
+    assert cache.num_bytes == 2 * 2 * 2 * (3 * 4 * 8 * 4)
+    assert cache.mapped_bytes == 0
+    for part in parts:  # as on a GPU
+        part._memory = cast(VirtualMemory, SimpleNamespace(mapped_bytes=1 << 21))
+    assert cache.mapped_bytes == 1 << 22
 
 
 def test_pages_are_copied_and_given_back_in_all_shapes() -> None:

@@ -32,6 +32,8 @@ def test_without_snapshots_no_row_has_a_state() -> None:
 
 def test_states_are_zeros_after_sleep() -> None:
     cache = make_cache(SHAPE, torch.float32, CPU)
+    assert cache.num_bytes == cache.recurrent.nbytes + cache.inputs.nbytes
+    assert cache.mapped_bytes == 0  # of a GPU
     address = cache.recurrent.data_ptr()
     cache.release()
     cache.restore()
