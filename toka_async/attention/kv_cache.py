@@ -17,7 +17,7 @@ from torch import Tensor
 from toka_async.bar import Show, show_nothing
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.memory.host import discard_memory
-from toka_async.memory.virtual import MemoryStaysError, VirtualMemory, map_memory, view_memory
+from toka_async.memory.virtual import NOT_MAPPED, MemoryStaysError, VirtualMemory, map_memory, view_memory
 
 ALIGNMENT = 256  # bytes, of a layer's keys or values in memory that can be given back
 E4M3 = torch.float8_e4m3fn
@@ -118,7 +118,7 @@ class KVCache:
         """
         if self.device.type == "cuda":
             if self._memory is None:
-                raise MemoryStaysError("the cache cannot give its memory back: this GPU's driver maps no memory")
+                raise MemoryStaysError(NOT_MAPPED)
             self._memory.release()
         else:
             for tensor in (*self.keys, *self.values):

@@ -16,7 +16,7 @@ from torch import Tensor
 from toka_async.kernels.launches.sizes import divide_up
 
 MOST_PARTS = 32  # of a row; the merge reads the weights of so many at once
-UNEVEN = 1.3  # times the mean that the longest row must have for smaller parts to pay
+_UNEVEN = 1.3  # times the mean that the longest row must have for smaller parts to pay
 _FEW_ROWS = 16  # with more rows, only larger parts pay
 _LEAST_KEYS = 128  # of a part; merging smaller ones costs more than they save
 _UNIT = 64  # keys: parts are multiples of the largest block
@@ -72,7 +72,7 @@ def divide_keys(
         MOST_PARTS if is_split else 1,
         window=window,
         unit=_UNIT,
-        uneven=round(UNEVEN * 10),
+        uneven=round(_UNEVEN * 10),
         block_rows=_BLOCK_ROWS,
         block=256,
         num_warps=4,

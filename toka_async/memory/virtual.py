@@ -16,6 +16,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 PIECE = 1 << 30  # bytes of physical memory that are mapped at once
+NOT_MAPPED = "the cache cannot give its memory back: it could not be mapped as the engine started, whose log says why"
 _DEVICE, _PINNED, _READ_WRITE = 1, 1, 3  # CU_MEM_LOCATION_TYPE, CU_MEM_ALLOCATION_TYPE, CU_MEM_ACCESS_FLAGS_PROT
 
 

@@ -65,7 +65,9 @@ class MixedPass:
         self._grouped, self._outputs = grouped, ()
         self._inputs = {size: self._make_inputs(size) for size in sizes}
         rehearse = self._model.rehearse
-        graphs = DecodeGraphs(lambda size, _: self._begin(size), {}, self._attention, sizes, 0, rehearse=rehearse)
+        graphs = DecodeGraphs(
+            lambda size, _: self._begin(size), {}, self._attention, sizes, least_grouped=0, rehearse=rehearse
+        )
         with torch.inference_mode():
             if self._make_residuals is not None:
                 self._residuals = self._make_residuals(max(sizes))

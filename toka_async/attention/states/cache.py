@@ -14,7 +14,7 @@ from toka_async.arrays import Int32
 from toka_async.attention.copies import to_device
 from toka_async.kernels.delta.layer import DeltaShape
 from toka_async.memory.host import discard_memory
-from toka_async.memory.virtual import MemoryStaysError, VirtualMemory, map_memory, view_memory
+from toka_async.memory.virtual import NOT_MAPPED, MemoryStaysError, VirtualMemory, map_memory, view_memory
 
 
 class StateCache:
@@ -83,7 +83,7 @@ class StateCache:
         """Gives the memory back, and keeps its addresses. Raises MemoryStaysError on a GPU that maps no memory."""
         if self.device.type == "cuda":
             if self._memory is None:
-                raise MemoryStaysError("the cache cannot give its memory back: this GPU's driver maps no memory")
+                raise MemoryStaysError(NOT_MAPPED)
             self._memory.release()
         else:
             discard_memory(self.recurrent)
