@@ -14,7 +14,7 @@ from toka_async.tuning.few_rows import TILES
 
 
 def compile_tile(architecture: int, tile: FewRowsTile) -> str:
-    pdl = architecture >= 90
+    product, pdl = _product.kernel, architecture >= 90
     constants: dict[str, Any] = {
         "scales": None,
         "block_stride": 0,
@@ -34,10 +34,10 @@ def compile_tile(architecture: int, tile: FewRowsTile) -> str:
         "fetched": 64,
     }
     kinds = {"num_rows": "i32", "eps": "fp32"}
-    names = [param.name for param in _product.params]
+    names = [param.name for param in product.params]
     signature = {name: "constexpr" if name in constants else kinds.get(name, "*bf16") for name in names}
     aligned = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if signature[name] == "*bf16"}
-    source = ASTSource(_product, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
+    source = ASTSource(product, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
     options = {"num_warps": tile.num_warps, "launch_pdl": pdl}
     text: str = triton.compile(source, GPUTarget("cuda", architecture, 32), options).asm["ptx"]
     return text

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.launches.pdl import can_follow, follow
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.launches.sizes import divide_up, round_to_power
 from toka_async.kernels.stored import to_stored
 
@@ -81,6 +82,7 @@ def append(
     return query
 
 
+@launch_quickly
 @triton.jit(do_not_specialize_on_alignment=["write_indices"])
 def _append(
     heads,

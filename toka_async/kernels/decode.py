@@ -17,6 +17,7 @@ from torch import Tensor
 
 from toka_async.kernels.decode_work import MOST_PARTS, DecodeWork, find_first
 from toka_async.kernels.launches.pdl import can_follow, follow
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.launches.sizes import divide_up, round_to_power
 from toka_async.kernels.stored import choose_operand, to_operand
 
@@ -205,6 +206,7 @@ def load_sinks(sinks, head, mask):
     return tl.load(sinks + head, mask=mask, other=-float("inf")).to(tl.float32) * 1.4426950408889634
 
 
+@launch_quickly
 @triton.jit(
     do_not_specialize=["table_stride", "num_prefixes", "num_rows", "least"],
     do_not_specialize_on_alignment=["page_table", "slots", "contexts", "items", "skip"],
@@ -325,6 +327,7 @@ def _decode(
         tl.store(parts + in_parts[:, None] * dim + column[None, :], result, mask=is_query)
 
 
+@launch_quickly
 @triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["merged"])
 def _merge(
     parts,

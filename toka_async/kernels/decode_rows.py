@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.launches.sizes import divide_up
 
 NEXT_TOKEN = tl.constexpr(-1)  # in place of a token id: the slot's next token, which only the device knows
@@ -63,6 +64,7 @@ def begin_rows(
     return token_ids, own_positions, write_indices, contexts
 
 
+@launch_quickly
 @triton.jit(do_not_specialize=["num_rows", "width", "padding"])
 def _begin(
     order,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.launches.sizes import divide_up
 
 MOST_PARTS = 32  # of a row; the merge reads the weights of so many at once
@@ -118,6 +119,7 @@ def _count_parts(keys, share, most):
     return tl.where(keys > 0, tl.minimum(tl.cdiv(keys, share), most), 0)
 
 
+@launch_quickly
 @triton.jit(
     do_not_specialize=["num_rows", "num_items", "num_merged", "num_programs", "smallest", "most"],
     do_not_specialize_on_alignment=["contexts", "skip"],

@@ -20,6 +20,7 @@ from torch import Tensor
 from toka_async.kernels.activation import NAMES, activate
 from toka_async.kernels.by_rows import ByRows
 from toka_async.kernels.launches.pdl import can_follow, follow
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.scaled_weight import BLOCK, ScaledWeight, Weight, split_weight
 
 STORE: Final = "store"
@@ -161,6 +162,7 @@ def _can_read(x: Tensor, weight: Weight) -> bool:
     return all(each.is_contiguous() and each.data_ptr() % _ALIGNMENT == 0 for each in (x, split_weight(weight)[0]))
 
 
+@launch_quickly
 @triton.jit(do_not_specialize=["num_rows"])
 def _product(
     x,

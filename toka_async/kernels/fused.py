@@ -18,6 +18,7 @@ from toka_async.kernels.activation import NAMES, activate
 from toka_async.kernels.few_rows import ADD, STORE, FewRowsProducts, Norm
 from toka_async.kernels.gated import GatedProducts
 from toka_async.kernels.launches.pdl import FEW_ROWS, can_follow, follow
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.launches.sizes import divide_up, round_to_power
 from toka_async.kernels.matmul import TunedProducts
 from toka_async.kernels.rotation import compute_rotation
@@ -196,6 +197,7 @@ class FusedOps:
         return self.few_rows.compute(finish, x, weight, bias, output, norm)
 
 
+@launch_quickly
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_norm(
     x_at,
@@ -228,6 +230,7 @@ def _add_norm(
     tl.store(normed_at + cells, normed.to(x.dtype), mask=within)
 
 
+@launch_quickly
 @triton.jit(do_not_specialize=["stride"])  # which differs between one row and several
 def _sum_squares(x_at, stride, sums_at, size: tl.constexpr, block: tl.constexpr):
     """One program sums one row of `size` values, padded to `block`."""
@@ -237,6 +240,7 @@ def _sum_squares(x_at, stride, sums_at, size: tl.constexpr, block: tl.constexpr)
     tl.store(sums_at + row, tl.sum(x * x, 0))
 
 
+@launch_quickly
 @triton.jit
 def _gate(
     gate_up_at,
@@ -259,6 +263,7 @@ def _gate(
     )
 
 
+@launch_quickly
 @triton.jit
 def _apply_gates(
     x_at,

@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from toka_async.kernels.activation import activate
 from toka_async.kernels.by_rows import ByRows
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.launches.sizes import divide_up
 from toka_async.kernels.scaled_weight import BLOCK, Weight, split_weight
 
@@ -140,6 +141,7 @@ def can_copy(*operands: Weight) -> bool:
     )
 
 
+@launch_quickly
 @triton.jit(do_not_specialize=["num_rows", "token_stride", "group_stride"])
 def _gated_product(
     x,

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.decode import Partial, cap_scores, fold_soft_cap, load_sinks
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.launches.sizes import round_to_power
 from toka_async.kernels.stored import choose_operand, to_operand
 
@@ -218,6 +219,7 @@ def _launch(
     )
 
 
+@launch_quickly
 @triton.jit(
     do_not_specialize=["table_stride", "num_queries"],
     do_not_specialize_on_alignment=["page_table", "slots", "tiles", "parts"],

@@ -25,6 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from toka_async.kernels.launches.quick import launch_quickly
+
 PANEL = 128  # bytes of a key that one copy brings, at most
 LEAST_BOX = 8  # keys that one copy brings at least
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
@@ -389,6 +391,7 @@ def _weigh(
     return weights, gl.sum(weights, 1), new_top, gl.exp2(top - base)
 
 
+@launch_quickly
 @gluon.jit(
     do_not_specialize=["table_stride", "num_queries", "splits"],
     do_not_specialize_on_alignment=["page_table", "slots", "tiles", "parts"],

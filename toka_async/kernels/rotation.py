@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.launches.sizes import divide_up, round_to_power
 
 _ANGLES = 512  # of a program
@@ -37,6 +38,7 @@ def compute_rotation(
     return cos, sin
 
 
+@launch_quickly
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["positions"])
 def _rotation(
     positions,

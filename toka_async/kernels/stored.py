@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.launches.sizes import round_to_power
 
 _LARGEST = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
@@ -75,6 +76,7 @@ def widen_pages(
     )
 
 
+@launch_quickly
 @triton.jit(
     do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["page_table", "slots", "sources"],

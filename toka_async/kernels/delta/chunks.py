@@ -16,6 +16,7 @@ from torch import Tensor
 
 from toka_async.kernels.delta.layer import DeltaShape, DeltaWeights, Programs, StepChunks
 from toka_async.kernels.delta.step import load_rates
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.launches.sizes import divide_up, round_to_power
 
 _BLOCKS = 4  # of a piece, whose systems are solved row by row; the rest is products
@@ -167,6 +168,7 @@ def read_chunks(
     return output
 
 
+@launch_quickly
 @triton.jit(do_not_specialize=["num_tokens"])
 def _solve(
     convolved,
@@ -332,6 +334,7 @@ def _invert(lower, tokens: tl.constexpr, count: tl.constexpr, precision: tl.cons
     return of_blocks - tl.dot(rest, of_blocks, input_precision=precision)
 
 
+@launch_quickly
 @triton.jit(do_not_specialize=["num_tokens"])
 def _read(
     convolved,

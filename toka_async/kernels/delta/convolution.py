@@ -12,6 +12,7 @@ from torch import Tensor
 
 from toka_async.kernels.delta.layer import DeltaShape, StepChunks
 from toka_async.kernels.launches.pdl import can_follow, follow
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.launches.sizes import divide_up, round_to_power
 
 _ROWS = 4  # of a program, where each token is a row of its own
@@ -78,6 +79,7 @@ def convolve(
     return convolved
 
 
+@launch_quickly
 @triton.jit(do_not_specialize=["num_tokens", "padding"])
 def _convolve(
     projected,
@@ -297,6 +299,7 @@ def keep_inputs(projected: Tensor, states: Tensor, chunks: StepChunks, shape: De
     )
 
 
+@launch_quickly
 @triton.jit
 def _keep(
     projected,

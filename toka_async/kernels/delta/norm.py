@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.launches.sizes import divide_up, round_to_power
 
 _TOKENS = 16  # of a program
@@ -40,6 +41,7 @@ def norm_outputs(read: Tensor, z: Tensor, offsets: Tensor | None, norm: Tensor, 
         )
 
 
+@launch_quickly
 @triton.jit(do_not_specialize=["num_tokens"])
 def _norm(
     read,

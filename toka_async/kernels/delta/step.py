@@ -13,6 +13,7 @@ from torch import Tensor
 from toka_async.kernels.delta.layer import DeltaShape, DeltaWeights
 from toka_async.kernels.delta.norm import norm_gated, norm_outputs
 from toka_async.kernels.launches.pdl import can_follow, follow
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.launches.sizes import divide_up, round_to_power
 
 # As measured on an H200 with heads of 128: up to so many rows a whole head is as fast as columns of it.
@@ -75,6 +76,7 @@ def step_states(
             norm_outputs(output, z, None, weights.norm, weights.eps, output)
 
 
+@launch_quickly
 @triton.jit(do_not_specialize=["padding"])
 def _step(
     convolved,

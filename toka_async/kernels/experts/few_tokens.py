@@ -15,6 +15,7 @@ from toka_async.kernels.experts.grouped import BLOCK
 from toka_async.kernels.experts.routing import Routes
 from toka_async.kernels.experts.sums import GatedValues
 from toka_async.kernels.launches.pdl import can_follow, follow
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.launches.sizes import divide_up, round_to_power
 
 _GATED_COLUMNS = 4  # of a program, each of which is a row of both matrices
@@ -108,6 +109,7 @@ def add_products(
     )
 
 
+@launch_quickly
 @triton.jit
 def _multiply_gated(
     x_at,
@@ -162,6 +164,7 @@ def _multiply_gated(
         tl.store(output_at + pair.to(tl.int64) * inner + column, result, mask=column < inner)
 
 
+@launch_quickly
 @triton.jit
 def _add_products(
     x_at,

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.launches.pdl import can_follow, follow
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.launches.sizes import divide_up, round_to_power
 
 _CELLS = 4096  # values of a program
@@ -28,6 +29,7 @@ def open_gate(x: Tensor, gate: Tensor) -> Tensor:
     return shares
 
 
+@launch_quickly
 @triton.jit(do_not_specialize=["num_tokens"])
 def _open_gate(
     x_at,

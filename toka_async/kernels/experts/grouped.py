@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from toka_async.kernels.activation import activate
 from toka_async.kernels.gated import can_copy
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.launches.sizes import divide_up, round_to_power
 from toka_async.kernels.occupancy import count_resident
 
@@ -135,6 +136,7 @@ def can_copy_tensors(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@launch_quickly
 @triton.jit(do_not_specialize=["token_stride", "group_stride"])
 def _multiply(
     x_at,

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.launches.pdl import can_follow, follow
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.launches.sizes import divide_up, round_to_power
 
 _ROWS = 16  # tokens that a program handles at once, at most,
@@ -121,6 +122,7 @@ def _divide(num_tokens: int, num_experts: int) -> tuple[int, int, int]:
     return rows, divide_up(num_tokens, rows * max(1, turns)), turns
 
 
+@launch_quickly
 @triton.jit(do_not_specialize=["num_tokens", "turns"])
 def _route(
     logits_at,
@@ -176,6 +178,7 @@ def _route(
         tl.atomic_add(loads_at + expert, loads.to(tl.int64), mask=(expert < num_experts) & (loads > 0), sem="relaxed")
 
 
+@launch_quickly
 @triton.jit(do_not_specialize=["num_tokens", "turns", "num_programs"])
 def _place(
     ids_at,

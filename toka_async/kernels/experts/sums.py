@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.experts.routing import Placement, Routes
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.launches.sizes import divide_up, round_to_power
 
 _BLOCK = 1024
@@ -48,6 +49,7 @@ def add_by_token(
     )
 
 
+@launch_quickly
 @triton.jit
 def _add_by_token(
     values_at,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from toka_async.kernels.activation import NAMES, activate
 from toka_async.kernels.launches.pdl import can_follow, follow
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.launches.sizes import divide_up, round_to_power
 from toka_async.kernels.scaled_weight import BLOCK, Quantized
 
@@ -92,6 +93,7 @@ def _run(
     return (values, scales.T[:num_rows]), added
 
 
+@launch_quickly
 @triton.jit(do_not_specialize=["num_rows", "padded"])
 def _quantize(
     x_at,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.launches.sizes import divide_up
 from toka_async.kernels.scaled_weight import BLOCK, Quantized, ScaledWeight, split_weight
 
@@ -93,6 +94,7 @@ def multiply_scaled(
     return output
 
 
+@launch_quickly
 @triton.jit(do_not_specialize=["num_rows", "token_stride", "group_stride"])
 def _scaled_product(
     x_at,

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.decode import cap_scores, fold_soft_cap, load_sinks
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.launches.sizes import round_to_power
 from toka_async.kernels.stored import choose_operand, to_operand
 
@@ -106,6 +107,7 @@ _EVERYTHING = 2**30  # keys; more than a context has
 
 
 # The window is no constant: whether another row outgrows it must not choose another program.
+@launch_quickly
 @triton.jit(
     do_not_specialize=["table_stride", "window"],
     do_not_specialize_on_alignment=["page_table", "slots", "tiles"],

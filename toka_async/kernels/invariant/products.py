@@ -20,6 +20,7 @@ from toka_async.kernels.fp8.ops import ScaledKernels
 from toka_async.kernels.fp8.products import ScaledProducts
 from toka_async.kernels.fp8.scaled import LARGEST_TILE
 from toka_async.kernels.fused import FusedOps
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.launches.sizes import divide_up
 
 _GROUP = 8  # row tiles that share weights in the L2 cache
@@ -115,6 +116,7 @@ class InvariantOps:
         return None, multiply(x.contiguous(), weight, bias, residual)
 
 
+@launch_quickly
 @triton.jit(do_not_specialize=["num_rows"])
 def _product(
     x_at,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.sampling.row import (
     FILTERED,
     INF,
@@ -37,6 +38,7 @@ from toka_async.kernels.sampling.row import (
 _PART = tl.constexpr(16)
 
 
+@launch_quickly
 @triton.jit(do_not_specialize_on_alignment=["slots_at"])
 def gather(
     logits_at,

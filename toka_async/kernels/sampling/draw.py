@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.sampling.candidates import draw_candidate
 from toka_async.kernels.sampling.row import (
     FILTERED,
@@ -40,6 +41,7 @@ from toka_async.kernels.sampling.row import (
 )
 
 
+@launch_quickly
 @triton.jit(do_not_specialize_on_alignment=["slots_at", "contexts_at"])
 def draw(
     logits_at,

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.launches.sizes import divide_up, round_to_power
 from toka_async.kernels.sampling.kernels import RowTable, SamplingKernels
 from toka_async.kernels.sampling.raw import find_likeliest, restore
@@ -256,6 +257,7 @@ class EditKernels:
         return {"stride": logits.stride(0), "largest": torch.finfo(logits.dtype).max}
 
 
+@launch_quickly
 @triton.jit(
     do_not_specialize=["num_rows", "table_stride", "room"],
     do_not_specialize_on_alignment=["slots_at", "contexts_at"],

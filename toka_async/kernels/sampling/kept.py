@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.sampling.candidates import find_kept
 from toka_async.kernels.sampling.reject import nth_largest_logit, read_part
 from toka_async.kernels.sampling.row import (
@@ -35,6 +36,7 @@ from toka_async.kernels.sampling.row import (
 )
 
 
+@launch_quickly
 @triton.jit(do_not_specialize_on_alignment=["slots_at"])
 def measure(
     logits_at,
@@ -115,6 +117,7 @@ def measure(
     tl.store(masses_at + row, share)
 
 
+@launch_quickly
 @triton.jit
 def renormalize(kept_at, masses_at, logprobs_at, top_values_at, num_top: tl.constexpr, padded_top: tl.constexpr):
     """One program changes a row's log-probs to those of the tokens that `measure` has counted as kept, if it has.

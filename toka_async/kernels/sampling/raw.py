@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.sampling.candidates import pick_lines
 from toka_async.kernels.sampling.row import (
     BIASED,
@@ -32,6 +33,7 @@ from toka_async.kernels.sampling.row import (
 )
 
 
+@launch_quickly
 @triton.jit(do_not_specialize_on_alignment=["slots_at"])
 def find_likeliest(
     logits_at,
@@ -123,6 +125,7 @@ def _log_prob(x, top, temperature, total):
     return tl.maximum((x - tl.maximum(top, SMALLEST)) / temperature - total, SMALLEST)
 
 
+@launch_quickly
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["slots_at", "contexts_at"])
 def restore(
     logits_at,

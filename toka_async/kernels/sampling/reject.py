@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.sampling.draw import finish
 from toka_async.kernels.sampling.row import (
     INF,
@@ -39,6 +40,7 @@ from toka_async.kernels.sampling.row import (
 _MOST_ROUNDS = tl.constexpr(64)
 
 
+@launch_quickly
 @triton.jit(do_not_specialize_on_alignment=["slots_at", "contexts_at"])
 def reject(
     logits_at,

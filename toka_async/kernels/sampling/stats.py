@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from toka_async.kernels.launches.quick import launch_quickly
 from toka_async.kernels.sampling.row import (
     FILTERED,
     INF,
@@ -50,6 +51,7 @@ _STEPS = tl.constexpr(12)
 _MOST_SHIFT = tl.constexpr(4096.0)
 
 
+@launch_quickly
 @triton.jit(do_not_specialize_on_alignment=["slots_at"])
 def pilot(
     logits_at,
