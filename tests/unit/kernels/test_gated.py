@@ -80,7 +80,7 @@ def test_fused_ops_use_it_without_a_bias(device: torch.device, monkeypatch: pyte
 def test_one_kernel_for_any_number_of_rows() -> None:
     """Triton would build one for 1, one for multiples of 16, and one for the others."""
     if torch.cuda.is_available():
-        excluded = [param.name for param in _gated_product.params if param.do_not_specialize]
+        excluded = [param.name for param in _gated_product.kernel.params if param.do_not_specialize]
     else:  # the interpreter's
         excluded = _gated_product.kwargs["do_not_specialize"]
     assert excluded == ["num_rows", "token_stride", "group_stride"]

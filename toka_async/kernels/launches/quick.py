@@ -2,7 +2,9 @@
 
 For each launch, Triton binds the arguments to the kernel's signature and writes what it compiles apart for as text, to
 find the kernel that it compiled for such arguments. This takes longer than the launch itself. Here a tuple finds the
-kernel, which tells apart at least as much. What is found is launched as in Triton's tutorial of the fused softmax.
+kernel, which tells apart at least as much as long as the process runs: Triton's settings for debugging (`triton.knobs`)
+must not change after a kernel's first launch. Triton's tutorial of the fused softmax launches compiled kernels like
+this.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from triton import JITFunction
 from triton.runtime import driver
 
 _ALIGNMENT = 16  # of addresses and integers: Triton compiles apart for what is a multiple
-_INT32 = 1 << 31
+_INT32, _INT64 = 1 << 31, 1 << 63  # from where on integers are of the next larger type
 
 
 def launch_quickly(kernel: Any) -> Any:
@@ -27,7 +29,7 @@ def launch_quickly(kernel: Any) -> Any:
 
 
 class QuickKernel:
-    """kernel: as Triton made it."""
+    """Keeps what was compiled of a kernel. kernel: itself, as Triton made it."""
 
     __slots__ = ("_compiled", "kernel")
 
@@ -51,8 +53,9 @@ class QuickKernel:
         """Launches as Triton does, which compiles what it has not compiled."""
         params = self.kernel.params
         assert [param.is_constexpr for param in params] == [i >= len(arguments) for i in range(len(params))]
+        values = [constants[param.name] for param in params[len(arguments) :]]
         compiled = self.kernel[grid](*arguments, **constants)
-        self._compiled[key] = compiled, [constants[param.name] for param in params[len(arguments) :]]
+        self._compiled[key] = compiled, values
         return compiled
 
 
@@ -61,7 +64,8 @@ def _describe(argument: Any) -> object:
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % _ALIGNMENT == 0
     if isinstance(argument, int):  # or a bool
-        return type(argument), argument == 1, argument % _ALIGNMENT == 0, -_INT32 <= argument < _INT32
+        is_small = -_INT32 <= argument < _INT32
+        return type(argument), argument == 1, argument % _ALIGNMENT == 0, is_small, argument < _INT64
     if argument is None or isinstance(argument, float):
         return type(argument)
     # A descriptor of Triton, or of its Gluon, which has a layout as well.

@@ -129,6 +129,7 @@ def _bounds(x, weights, top, scale, less, more):
     return upper, lower
 
 
+@launch_quickly
 @triton.jit(do_not_specialize_on_alignment=["slots_at"])
 def chunk_sums(
     logits_at,
@@ -181,6 +182,7 @@ def chunk_sums(
     )
 
 
+@launch_quickly
 @triton.jit(do_not_specialize_on_alignment=["slots_at"])
 def repair(
     logits_at,

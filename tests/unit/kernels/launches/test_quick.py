@@ -15,6 +15,7 @@ import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 from triton.runtime import driver
+from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.fakes.offline_gpus import OfflineGpu
@@ -66,7 +67,7 @@ NUMBERS = torch.zeros(64)
 TENSORS = st.builds(
     lambda dtype, first: NUMBERS.to(dtype)[first:], st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 8)
 )
-INTEGERS = st.sampled_from([0, 1, 2, 16, 17, -16, 2**31 - 1, 2**31, 2**40, 2**40 + 1, True, False])
+INTEGERS = st.sampled_from([0, 1, 2, 16, 17, -16, 2**31 - 1, 2**31, 2**40, 2**40 + 1, 2**62, 2**63, True, False])
 DESCRIPTORS = st.builds(
     lambda dtype, block: TensorDescriptor.from_tensor(torch.zeros(8, 16, dtype=dtype), block),
     st.sampled_from([torch.float32, torch.bfloat16]),
@@ -121,5 +122,5 @@ def test_constants_are_given_by_name() -> None:
 
 
 def test_what_the_interpreter_runs_stays_as_it_is() -> None:
-    kernel = triton.jit(_compute)
+    kernel = InterpretedFunction(_compute)
     assert launch_quickly(kernel) is kernel
