@@ -1,10 +1,9 @@
 """Launches Triton's kernels with less work of the host.
 
-For each launch, Triton binds the arguments to the kernel's signature and writes what it compiles apart for as text, to
-find the kernel that it compiled for such arguments. This takes longer than the launch itself. Here a tuple finds the
-kernel, which tells apart at least as much as long as the process runs: Triton's settings for debugging (`triton.knobs`)
-must not change after a kernel's first launch. Triton's tutorial of the fused softmax launches compiled kernels like
-this.
+Triton compiles a kernel anew for each type, alignment and some values of its arguments. To find what it compiled, it
+writes all of these as text for each launch. Here a tuple finds it, which differs wherever that text does. Triton's
+settings (`triton.knobs`) are not in the tuple, so they must stay as they were at a kernel's first launch. A compiled
+kernel is launched as in Triton's tutorial on the fused softmax.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from torch import Tensor
 from triton import JITFunction
 from triton.runtime import driver
 
-_ALIGNMENT = 16  # of addresses and integers: Triton compiles apart for what is a multiple
-_INT32, _INT64 = 1 << 31, 1 << 63  # from where on integers are of the next larger type
+_ALIGNMENT = 16  # Triton compiles anew for addresses and integers that are a multiple
+_INT32, _INT64 = 1 << 31, 1 << 63  # the first integers that do not fit these types
 
 
 def launch_quickly(kernel: Any) -> Any:
-    """Decorates a kernel that the host launches with constants by name and all else by position, in this order.
+    """Decorates a kernel of Triton whose launches give all arguments by position but the constants, which come last.
 
-    A launch returns the compiled kernel. A kernel that Triton's interpreter runs stays as it is.
+    A launch returns the compiled kernel. A kernel that Triton's interpreter runs is returned as it is.
     """
     return QuickKernel(kernel) if isinstance(kernel, JITFunction) else kernel
 
 
 class QuickKernel:
-    """Keeps what was compiled of a kernel. kernel: itself, as Triton made it."""
+    """A kernel and what was compiled of it. kernel: Triton's."""
 
     __slots__ = ("_compiled", "kernel")
 
@@ -50,7 +49,7 @@ class QuickKernel:
         return compiled
 
     def _find(self, key: object, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
-        """Launches as Triton does, which compiles what it has not compiled."""
+        """Has Triton launch the kernel, which it compiles if need be, and keeps what it launched."""
         params = self.kernel.params
         assert [param.is_constexpr for param in params] == [i >= len(arguments) for i in range(len(params))]
         values = [constants[param.name] for param in params[len(arguments) :]]
@@ -60,7 +59,7 @@ class QuickKernel:
 
 
 def _describe(argument: Any) -> object:
-    """Tells apart what Triton compiles apart for."""
+    """Describes what of an argument Triton compiles anew for, and maybe more."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % _ALIGNMENT == 0
     if isinstance(argument, int):  # or a bool

@@ -1,8 +1,8 @@
-"""Launches against Triton's own, which compile to what notes its launches."""
+"""Launches of a kernel by a short key and by Triton. Instead of being compiled it notes what is launched."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from toka_async.kernels.launches.quick import launch_quickly
 
 
 class Compiled:
-    """Notes the grids and arguments of its launches, Triton's own and those by hand."""
+    """launches: grid and arguments of each, by Triton (`run`) and by the short key."""
 
     function = packed_metadata = None
 
@@ -41,14 +41,14 @@ class Compiled:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def gpu() -> Any:
+def gpu() -> Iterator[None]:
     usual = driver._active
     driver.set_active(OfflineGpu(90))
     yield
     driver._active = usual
 
 
-def _compute(x, y, count, size, factor, describes, block: tl.constexpr, name: tl.constexpr = "a"):  # type: ignore[no-untyped-def]
+def _compute(x, y, count, size, factor, table, block: tl.constexpr, name: tl.constexpr = "a"):  # type: ignore[no-untyped-def]
     pass
 
 
