@@ -124,6 +124,23 @@ def _describe(pages: Tensor, box: int, layout: Any) -> TensorDescriptor:
 
 
 @gluon.jit
+def _find_work(turn):
+    """Returns which piece of work this program does in a turn: the programs take pieces in order, then back again.
+
+    Pieces with the most keys come first, so that in one order alone the first program would get the most each time.
+    """
+    last = gl.num_programs(0) - 1
+    return turn * (last + 1) + gl.program_id(0) + turn % 2 * (last - 2 * gl.program_id(0))
+
+
+@gluon.jit
+def _count_turns(num_work):
+    """Returns how many turns this program has, of so many pieces of work in all."""
+    whole = num_work // gl.num_programs(0)
+    return whole + (_find_work(whole) < num_work).to(gl.int32)
+
+
+@gluon.jit
 def _read_tile(work, tiles, parts, splits, kv_heads: gl.constexpr, block_keys: gl.constexpr):
     """Returns the KV head and the split that a number of work means, its tile, and the tile's queries and keys."""
     kv_head = work % kv_heads
@@ -155,7 +172,8 @@ def _copy_blocks(
     keys, values, page_table, slots, tiles, parts, table_stride, splits, k_ring, v_ring = copies
     k_full, k_free, v_full, v_free = bars
     number = 0
-    for work in range(gl.program_id(0), gl.load(tiles) * kv_heads * splits, gl.num_programs(0)):
+    for turn in range(_count_turns(gl.load(tiles) * kv_heads * splits)):
+        work = _find_work(turn)
         kv_head, _, tile, _, _, low, high = _read_tile(work, tiles, parts, splits, kv_heads, block_keys)
         table = page_table + gl.load(slots + gl.load(tiles + tile * 4)) * table_stride
         for start in range(low, high, block_keys):
@@ -214,7 +232,8 @@ def _widen_blocks(
     k_came, k_taken, v_came, v_taken = copied
     k_full, k_free, v_full, v_free = bars
     number = 0
-    for work in range(gl.program_id(0), gl.load(tiles) * kv_heads * splits, gl.num_programs(0)):
+    for turn in range(_count_turns(gl.load(tiles) * kv_heads * splits)):
+        work = _find_work(turn)
         _, _, _, _, _, low, high = _read_tile(work, tiles, parts, splits, kv_heads, block_keys)
         for _ in range(low, high, block_keys):
             came = number % (stages - 1)
@@ -280,7 +299,8 @@ def _compute_rows(
     column = gl.arange(0, dim, layout=gl.SliceLayout(0, of_memory))
     none = gl.zeros([64, block_keys], gl.float32, of_scores)
     number = 0
-    for work in range(gl.program_id(0), gl.load(tiles) * kv_heads * splits, gl.num_programs(0)):
+    for turn in range(_count_turns(gl.load(tiles) * kv_heads * splits)):
+        work = _find_work(turn)
         kv_head, split, tile, count, seen, low, high = _read_tile(work, tiles, parts, splits, kv_heads, block_keys)
         first_query = gl.load(tiles + tile * 4 + 1)
         head = (first_query + row // group).to(gl.int64) * num_heads + kv_head * group + row % group
