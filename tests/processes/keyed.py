@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -36,9 +35,8 @@ async def batch_of(client: openai.AsyncOpenAI, num_lines: int) -> Batch:
     return await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
 
 
-async def ended(client: openai.AsyncOpenAI, batch: Batch, each: Callable[[], None] = lambda: None) -> Batch:
+async def ended(client: openai.AsyncOpenAI, batch: Batch) -> Batch:
     async def completed() -> Batch | None:
-        each()
         found = await client.batches.retrieve(batch.id)
         return found if found.status == "completed" else None
 

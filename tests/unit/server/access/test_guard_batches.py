@@ -10,9 +10,10 @@ from openai.types import BatchRequestCounts
 
 from tests.drivers.until import until, until_async
 from tests.drivers.web_server import WebServer, web_server
-from tests.fakes.scheduler import FakeScheduler
+from tests.fakes.scheduler import FakeScheduler, random_tokens
 from tests.processes.keyed import ALICE, BOB, KEYS, ask, batch_of, bearer, ended
 from toka_async.batches.records import Batch as StoredBatch
+from toka_async.messages import Submit
 from toka_async.server.access.keys import Key, Keys, digest_key
 from toka_async.server.http.files import BATCHES
 from toka_async.server.http.respond import SERVICE
@@ -24,25 +25,29 @@ async def server(tmp_path: Path) -> AsyncIterator[WebServer]:
         yield running
 
 
-async def test_a_batch_counts_in_its_key_and_waits_at_its_limits(server: WebServer) -> None:
+async def test_a_batch_counts_in_its_key_and_waits_at_its_limits(tmp_path: Path) -> None:
     """All lines end; no more than the key's 2 requests and 40 tokens run."""
-    most = [0, 0]
-    alice = server.app[SERVICE].accounts.open("key alice", 2, 40)
+    counts: list[tuple[int, int]] = []  # requests and tokens that run as each one arrives
 
-    def look() -> None:
-        most[:] = max(most[0], alice.num_requests), max(most[1], alice.num_tokens)
+    def look(submit: Submit, sample: int) -> list[int]:
+        counts.append((alice.num_requests, alice.num_tokens))
+        return random_tokens(submit, sample)
 
-    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key=ALICE, max_retries=0) as client:
-        batch = await ended(client, await batch_of(client, 200), look)
-    assert batch.request_counts == BatchRequestCounts(completed=200, failed=0, total=200)
-    assert 0 < most[0] <= 2
-    assert 0 < most[1] <= 40
-    salts = {message.salt for message in server.scheduler.submits}
-    assert (await ask(server, ALICE))[0] == 200
-    salts |= {message.salt for message in server.scheduler.submits}
-    assert len(salts) == 1, "a key's batches find what its requests have cached"
-    assert 0 not in salts
-    assert (alice.num_requests, alice.num_tokens, alice.num_refused) == (0, 0, 0)
+    async with (
+        web_server(FakeScheduler(look), keys=KEYS, data_dir=str(tmp_path)) as server,
+        openai.AsyncOpenAI(base_url=server.url + "/v1", api_key=ALICE, max_retries=0) as client,
+    ):
+        alice = server.app[SERVICE].accounts.open("key alice", 2, 40)
+        batch = await ended(client, await batch_of(client, 200))
+        assert batch.request_counts == BatchRequestCounts(completed=200, failed=0, total=200)
+        assert len(counts) == 200
+        assert all(0 < requests <= 2 and 0 < tokens <= 40 for requests, tokens in counts)
+        salts = {message.salt for message in server.scheduler.submits}
+        assert (await ask(server, ALICE))[0] == 200
+        salts |= {message.salt for message in server.scheduler.submits}
+        assert len(salts) == 1, "a key's batches find what its requests have cached"
+        assert 0 not in salts
+        assert (alice.num_requests, alice.num_tokens, alice.num_refused) == (0, 0, 0)
 
 
 async def test_a_batch_is_not_in_line_behind_another_key_s(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ import openai
 
 from tests.drivers.until import until
 from tests.drivers.web_server import checked_error, web_server
-from tests.fakes.scheduler import FakeScheduler
+from tests.fakes.scheduler import FakeScheduler, random_tokens
 from tests.processes.keyed import ALICE, BOB, KEYS, ask, bearer, ended
+from toka_async.messages import Submit
 from toka_async.server.access.guard import GUARD
 from toka_async.server.http.respond import SERVICE
 
@@ -124,15 +125,22 @@ async def test_lines_of_batches_leave_half_to_connections(tmp_path: Path) -> Non
     line = {"method": "POST", "url": "/v1/completions", "body": body}
     lines = [json.dumps({"custom_id": str(number), **line}) for number in range(20)]
     lines.append(json.dumps({"custom_id": "large", **line, "body": body | {"max_tokens": 40}}))
-    async with web_server(data_dir=str(tmp_path), max_held_tokens=60) as server:
-        most, account = list[int](), server.app[SERVICE].accounts.batches
+    held: list[int] = []  # tokens of batches as each line arrives
+
+    def look(submit: Submit, sample: int) -> list[int]:
+        held.append(account.num_tokens)
+        return random_tokens(submit, sample)
+
+    async with web_server(FakeScheduler(look), data_dir=str(tmp_path), max_held_tokens=60) as server:
+        account = server.app[SERVICE].accounts.batches
         async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client:
             file = await client.files.create(file=("in", "\n".join(lines).encode()), purpose="batch")
             batch = await client.batches.create(
                 input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
             )
-            batch = await ended(client, batch, lambda: most.append(account.num_tokens))
+            batch = await ended(client, batch)
         assert batch.request_counts is not None
         assert (batch.request_counts.completed, batch.request_counts.failed) == (20, 1)
-        assert max(most) <= 30
+        assert len(held) == 20
+        assert all(0 < tokens <= 30 for tokens in held)
         assert (account.num_requests, account.num_tokens) == (0, 0)
