@@ -127,7 +127,7 @@ def _describe(pages: Tensor, box: int, layout: Any) -> TensorDescriptor:
 def _find_work(turn):
     """Returns which piece of work this program does in a turn: the programs take pieces in order, then back again.
 
-    Pieces with the most keys come first, so that in one order alone the first program would get the most each time.
+    Pieces of chunks with the most keys come first: in one order alone, the first program would get the most each time.
     """
     last = gl.num_programs(0) - 1
     return turn * (last + 1) + gl.program_id(0) + turn % 2 * (last - 2 * gl.program_id(0))

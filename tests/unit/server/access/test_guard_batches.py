@@ -27,7 +27,7 @@ async def server(tmp_path: Path) -> AsyncIterator[WebServer]:
 
 async def test_a_batch_counts_in_its_key_and_waits_at_its_limits(tmp_path: Path) -> None:
     """All lines end; no more than the key's 2 requests and 40 tokens run."""
-    counts: list[tuple[int, int]] = []  # requests and tokens that run as each one arrives
+    counts: list[tuple[int, int]] = []  # requests and tokens that run as each line arrives
 
     def look(submit: Submit, sample: int) -> list[int]:
         counts.append((alice.num_requests, alice.num_tokens))
