@@ -14,9 +14,13 @@ from toka_async.server.limits.fair_queue import FairQueue, QueueOwner
 from toka_async.server.limits.jobs import OverloadedError
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(eq=False)
 class BodyAccount(QueueOwner[int]):
-    """The most bytes that bodies of one key or address may have, or those of all, and the bytes that they have."""
+    """The most bytes that bodies of one key or address may have, or those of all, and the bytes that they have.
+
+    It has no slots because it is referenced weakly: Python 3.12.3 gives slotted heirs of `Generic` no room for that,
+    with `weakref_slot=True` either (https://github.com/python/cpython/issues/118033).
+    """
 
     most: int
     num_bytes: int = 0
