@@ -24,6 +24,7 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
     except (ssl.SSLError, ValueError):
         raise ConfigError(f"server.tls_cert: {config.tls_cert} is no certificate in PEM format") from None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2  # some distributions' Python has no least version by default
     try:
         context.load_cert_chain(config.tls_cert, config.tls_key, password=lambda: "")  # never ask the terminal
     except (ssl.SSLError, ValueError) as error:
