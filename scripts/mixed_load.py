@@ -66,20 +66,21 @@ class Gauges:
 
     newest: dict[str, float] = field(default_factory=dict)
     most: dict[str, float] = field(default_factory=dict)
+    gpu: int = 0
     memory: list[int] = field(default_factory=list)
 
     def take(self, values: dict[str, float]) -> None:
         self.newest = values
         self.most = {name: max(value, self.most.get(name, value)) for name, value in values.items()}
-        if (used := gpu_memory()) is not None:
+        if (used := read_gpu_memory(self.gpu)) is not None:
             self.memory.append(used)
 
 
-def gpu_memory() -> int | None:
-    """MiB in use on the first GPU; None where there is no nvidia-smi."""
+def read_gpu_memory(gpu: int) -> int | None:
+    """Reads the MiB in use on a GPU, as nvidia-smi numbers them; None where there is no nvidia-smi or no such GPU."""
     if shutil.which("nvidia-smi") is None:
         return None
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", f"--id={gpu}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
     return int(lines[0]) if lines and lines[0].isdecimal() else None
 
@@ -270,7 +271,7 @@ async def run(options: argparse.Namespace) -> int:
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=1 << 20) as session:
         load = Load(session, options, await sizes_of(session, options))
-        gauges, began = Gauges(), time.monotonic()
+        gauges, began = Gauges(gpu=options.gpu), time.monotonic()
         before = await metrics(session, options.url)
         gauges.take(before)
         watching = asyncio.create_task(watch(session, options.url, load.tally, gauges))
@@ -287,6 +288,7 @@ if __name__ == "__main__":
     parser.add_argument("--url", default="http://127.0.0.1:10210")
     parser.add_argument("--minutes", type=float, default=8)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gpu", type=int, default=0, help="the server's, by nvidia-smi's number")
     parser.add_argument("--prompt-tokens", type=int, default=4000, help="at most")
     parser.add_argument("--tokens", type=int, default=600, help="max_tokens at most")
     parser.add_argument("--samples", type=int, default=256, help="n at most")
