@@ -12,7 +12,7 @@ import shutil
 import sqlite3
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from random import Random
 from typing import TypeVar, cast
@@ -115,6 +115,9 @@ class Machine:
             self.transactions = Transactions(connection, self.store.after_commit, self.store.forget)
             return
 
+    def close(self) -> None:
+        self.store.close()
+
     def run(self, work: Callable[[Store], T], again: bool = True) -> T | None:
         """The result; None after a crash, when it may have been done or not. On a full disk it is done `again`."""
         while True:
@@ -196,7 +199,16 @@ Faults = dict[int, str]
 def check(folder: Path, faults: Faults, seed: int) -> int:
     """Runs a batch to its end through all faults; the number of steps."""
     shutil.rmtree(folder, ignore_errors=True)
-    machine, random = Machine(folder, faults, seed), Random(seed)
+    with closing(Machine(folder, faults, seed)) as machine:
+        run_batch(machine, Random(seed))
+    Store(folder, lambda: 1000).close()
+    assert {each.name for each in (folder / "files").iterdir()} == {"file-in", "file-out", "file-err"}
+    assert not list((folder / "uploads").iterdir())
+    return machine.num_steps
+
+
+def run_batch(machine: Machine, random: Random) -> None:
+    """Runs it to its end; nothing is lost, and nothing there twice."""
     path = put_input(machine, TOTAL)
     while machine.store.database.batch(NAME) is None:
         machine.run(lambda store: store.add_batch(RECORD))
@@ -213,11 +225,6 @@ def check(folder: Path, faults: Faults, seed: int) -> int:
         ids[file_id] = Counter(json.loads(line)["custom_id"] for line in data.splitlines())
     assert ids["file-out"] == Counter(f"c{line}" for line in (1, 2, 4, 5, 7))
     assert ids["file-err"] == Counter(f"c{line}" for line in (0, 3, 6))
-    machine.store.close()
-    Store(folder, lambda: 1000).close()
-    assert {each.name for each in (folder / "files").iterdir()} == {"file-in", "file-out", "file-err"}
-    assert not list((folder / "uploads").iterdir())
-    return machine.num_steps
 
 
 def test_one_fault_at_every_step(tmp_path: Path) -> None:
