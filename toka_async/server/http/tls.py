@@ -24,7 +24,8 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
     except (ssl.SSLError, ValueError):
         raise ConfigError(f"server.tls_cert: {config.tls_cert} is no certificate in PEM format") from None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2  # some distributions' Python has no least version by default
+    # Some distributions' Python has no least version by default; others may ask for a newer one.
+    context.minimum_version = max(context.minimum_version, ssl.TLSVersion.TLSv1_2)
     try:
         context.load_cert_chain(config.tls_cert, config.tls_key, password=lambda: "")  # never ask the terminal
     except (ssl.SSLError, ValueError) as error:
