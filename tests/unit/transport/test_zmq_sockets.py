@@ -1,18 +1,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Thread
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 import zmq
 
-from tests.drivers.until import turns, wait_until
+from tests.drivers.until import turns
 from toka_async.arrays import as_i32, column
 from toka_async.messages import Cancels, DropStop, ToScheduler
 from toka_async.transport import zmq_sockets
@@ -112,11 +112,15 @@ def test_messages_sent_before_the_inbox_is_bound_arrive(wires: Wires) -> None:
 
 
 def test_what_a_dropped_outbox_had_not_sent_reaches_nobody(wires: Wires) -> None:
-    kept, num_files = wires.outbox(), len(os.listdir("/proc/self/fd"))
-    lost = wires.outbox()
+    kept, context = wires.outbox(), zmq.Context[Any]()
+    codec: Codec[ToScheduler] = Codec(ToScheduler)
+    lost = ZmqOutbox(context, wires.address, codec, lambda socket: socket.setsockopt(zmq.LINGER, -1))
     lost.send(DropStop(stop_id=1))
     lost.drop()
-    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= num_files)  # a thread of the library's closes it
+    ending = Thread(target=context.term, daemon=True)  # ends when a thread of the library's has closed the socket
+    ending.start()
+    ending.join(10)
+    assert not ending.is_alive(), "the message is still to be sent"
     kept.send(DropStop(stop_id=2))
     inbox = wires.inbox()
     assert drained(inbox, 1) == [DropStop(stop_id=2)]
