@@ -262,6 +262,8 @@ def report(tally: Tally, gauges: Gauges, before: dict[str, float], seconds: floa
     if gauges.memory:
         first, last = gauges.memory[0], gauges.memory[-1]
         print(f"GPU memory: {first} MiB first, {last} MiB last, {max(gauges.memory)} MiB at most")
+    else:
+        print(f"GPU memory: not read; nvidia-smi is missing or shows no GPU {gauges.gpu}")
     for message, count in tally.failures.most_common(MOST_SHOWN):
         print(f"{count:6} x {message}")
 
@@ -288,7 +290,7 @@ if __name__ == "__main__":
     parser.add_argument("--url", default="http://127.0.0.1:10210")
     parser.add_argument("--minutes", type=float, default=8)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--gpu", type=int, default=0, help="the server's, by nvidia-smi's number")
+    parser.add_argument("--gpu", type=int, default=0, help="whose memory is reported, by its number in nvidia-smi")
     parser.add_argument("--prompt-tokens", type=int, default=4000, help="at most")
     parser.add_argument("--tokens", type=int, default=600, help="max_tokens at most")
     parser.add_argument("--samples", type=int, default=256, help="n at most")

@@ -208,7 +208,7 @@ def check(folder: Path, faults: Faults, seed: int) -> int:
 
 
 def run_batch(machine: Machine, random: Random) -> None:
-    """Runs it to its end; nothing is lost, and nothing there twice."""
+    """Runs a batch to its end, and checks that no line is lost or written twice."""
     path = put_input(machine, TOTAL)
     while machine.store.database.batch(NAME) is None:
         machine.run(lambda store: store.add_batch(RECORD))

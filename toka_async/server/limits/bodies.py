@@ -18,8 +18,8 @@ from toka_async.server.limits.jobs import OverloadedError
 class BodyAccount(QueueOwner[int]):
     """The most bytes that bodies of one key or address may have, or those of all, and the bytes that they have.
 
-    It has no slots because it is referenced weakly: Python 3.12.3 gives slotted heirs of `Generic` no room for that,
-    with `weakref_slot=True` either (https://github.com/python/cpython/issues/118033).
+    It has no slots because `Bodies` references it weakly: in Python 3.12.3 a slotted dataclass that inherits from
+    `Generic` cannot be, not even with `weakref_slot=True` (https://github.com/python/cpython/issues/118033).
     """
 
     most: int

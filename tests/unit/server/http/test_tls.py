@@ -24,6 +24,25 @@ def test_a_certificate_and_its_key(tmp_path: Path) -> None:
     assert context.minimum_version >= ssl.TLSVersion.TLSv1_2
 
 
+@pytest.mark.parametrize(
+    ("default", "expected"),
+    [
+        (ssl.TLSVersion.MINIMUM_SUPPORTED, ssl.TLSVersion.TLSv1_2),
+        (ssl.TLSVersion.TLSv1_3, ssl.TLSVersion.TLSv1_3),
+    ],
+)
+def test_the_least_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, default: ssl.TLSVersion, expected: ssl.TLSVersion
+) -> None:
+    """Whatever Python and the system begin with."""
+    given = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    given.minimum_version = default
+    monkeypatch.setattr(ssl, "create_default_context", lambda _: given)
+    context = tls_context(config(*make_certificate(tmp_path)))
+    assert context is not None
+    assert context.minimum_version == expected
+
+
 def test_wrong_files(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
     _, other = make_certificate(tmp_path, "other")
